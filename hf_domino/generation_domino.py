@@ -1,0 +1,150 @@
+"""DominoCandidateGenerator: one round of drafting (paper, section 3)."""
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from .modeling_domino import ContextCache
+from .target import Target
+
+
+class DominoCandidateGenerator(CandidateGenerator):
+    """Drafts one block a round from the hidden states of the target's last forward pass.
+
+    It speaks transformers' protocol for generators that need the target's outputs: `requires_model_outputs`, and
+    `model_kwargs_overrides`, which asks the target for the chosen hidden states only. One generator serves one
+    `generate()` call and holds all of its state.
+
+    Args:
+        drafter ([`DominoDrafter`]): The drafter.
+        target (`PreTrainedModel`): The target model.
+        generation_config (`GenerationConfig`): The call's configuration, with `max_length` resolved.
+        logits_processor (`LogitsProcessorList`, *optional*): Processors that act on the drafts' logits too.
+        context ([`ContextCache`], *optional*): The context of an earlier call, to be continued.
+
+    Raises:
+        ValueError: drafter and target don't fit together, or `num_assistant_tokens` is out of range.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(self, drafter, target, generation_config, logits_processor=None, context=None):
+        self.drafter = drafter
+        self.config = drafter.config
+        self.target = Target(target)
+        self.target.check_pairing(self.config)
+        self.model_kwargs_overrides = {"output_hidden_states": [i + 1 for i in self.config.target_layer_ids]}
+        self.num_draft_tokens = draft_length(self.config, generation_config)
+        self.max_length = generation_config.max_length
+        self.do_sample = generation_config.do_sample
+        # Greedy verification compares tokens; rejection sampling needs the distribution that the drafts came from.
+        self.returns_logits = self.do_sample
+        self.logits_processor = logits_processor if logits_processor is not None else LogitsProcessorList()
+        self.context = context if context is not None else ContextCache(self.config.num_hidden_layers)
+        self.new_features = []
+        self.has_read_prompt = False
+
+    def observe_pass(self, hidden_states, model_kwargs, num_verified) -> None:
+        """Take the features of the verified tokens out of a target pass; the first one is that over the prompt.
+
+        Args:
+            hidden_states: transformers' tuple, see [`Target.features`].
+            model_kwargs: the loop's, one token ahead of the pass; its attention mask tells padding from prompt.
+            num_verified: token rows at the front that are verified; all rows of the prompt are.
+        """
+        rows = slice(0, num_verified)
+        if not self.has_read_prompt:
+            self.has_read_prompt = True
+            rows = slice(None)
+            if (mask := model_kwargs.get("attention_mask")) is not None:
+                # The drafter counts real tokens: rows of padding are left out.
+                count = hidden_states[self.config.target_layer_ids[0] + 1].shape[1]
+                rows = mask[0, -count - 1 : -1] != 0
+        features = self.target.features(hidden_states, self.config.target_layer_ids)[:, rows]
+        self.new_features.append(features.to(self.drafter.device, self.drafter.dtype))
+
+    @torch.no_grad()
+    def get_candidates(
+        self, input_ids, model_kwargs=None, model_outputs=None, is_first_iteration=False, n_last_matches=0, **kwargs
+    ):
+        """Draft the tokens that may follow.
+
+        Args:
+            input_ids: [1, T], verified tokens; the last one is the anchor, which the target has not seen yet.
+            model_kwargs: the loop's; its attention mask tells padding from prompt.
+            model_outputs: outputs of the target's last pass, with hidden states.
+            is_first_iteration: nothing can be drafted before the target has read the prompt.
+            n_last_matches: drafts accepted in that pass; its first `n_last_matches + 1` token rows are verified.
+
+        Returns:
+            Token ids [1, T + n], and where verification needs them the float32 logits [1, n, V] that the drafts were
+            chosen from, else None.
+        """
+        if is_first_iteration:
+            return input_ids, None
+        self.observe_pass(model_outputs.hidden_states, model_kwargs or {}, int(n_last_matches) + 1)
+        # One place of the room that is left belongs to the target's own token.
+        count = min(self.num_draft_tokens, self.max_length - input_ids.shape[1] - 1)
+        if count <= 0:
+            return input_ids, None
+        tokens, logits = self.draft(input_ids, count)
+        return torch.cat([input_ids, tokens.to(input_ids.device)], dim=-1), logits if self.returns_logits else None
+
+    def update_candidate_strategy(self, input_ids, scores, num_matches) -> None:
+        """Part of transformers' protocol; the block does not change during a call."""
+
+    def draft(self, input_ids, count) -> tuple[torch.Tensor, torch.Tensor]:
+        """One round: backbone, base logits, correction. Returns tokens [1, count] and their logits [1, count, V]."""
+        block = input_ids.new_full((1, self.config.block_size), self.config.mask_token_id)
+        block[:, 0] = input_ids[:, -1]
+        embeddings = self.target.embed(block)
+        hidden = self.backbone(embeddings)[:, self.config.first_draft_slot :][:, :count]
+        base_logits = self.base_logits(hidden)
+        return self.correct(hidden, base_logits, embeddings[:, 0], input_ids)
+
+    def backbone(self, embeddings) -> torch.Tensor:
+        """[1, L, H] -> [1, L, H]; the features observed since the last round join the context."""
+        features = torch.cat(self.new_features, dim=1) if self.new_features else None
+        self.new_features = []
+        return self.drafter(embeddings, features, self.context)
+
+    def base_logits(self, hidden) -> torch.Tensor:
+        """The target's own head on the drafter's vectors, [1, n, H] -> [1, n, V] in float32."""
+        return self.target.base_logits(hidden).float()
+
+    def correct(self, hidden, base_logits, anchor_embedding, input_ids) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose the drafts one by one, each corrected by those before it."""
+        if self.config.head == "none" and not self.logits_processor:
+            return self.choose(base_logits[0], None)[0][None], base_logits
+
+        def choose(logits, drafted):
+            prefix = torch.cat([input_ids, drafted.to(input_ids.device)], dim=-1) if self.logits_processor else None
+            return self.choose(logits, prefix)
+
+        return self.drafter.roll_out(hidden, base_logits, anchor_embedding, choose, self.target.embed)
+
+    def choose(self, logits, prefix) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pick a token for each row of logits [n, V] as the target would: processed, then sampled or the largest."""
+        if self.logits_processor:
+            logits = self.logits_processor(prefix, logits)
+        if not self.do_sample:
+            return logits.argmax(dim=-1), logits
+        return torch.multinomial(logits.softmax(dim=-1), num_samples=1)[:, 0], logits
+
+
+def draft_length(config, generation_config) -> int:
+    """Tokens to draft in a round: `num_assistant_tokens` where it is given, never more than the drafter was made for.
+
+    Raises:
+        ValueError: `num_assistant_tokens` is out of range.
+    """
+    asked = generation_config.num_assistant_tokens
+    # generate() fills in transformers' own default, which is as good as nothing: it was not chosen for this drafter.
+    if asked in (None, GenerationConfig._get_default_generation_params()["num_assistant_tokens"]):
+        return config.num_draft_tokens
+    if not 1 <= asked <= config.num_draft_tokens:
+        raise ValueError(
+            f"num_assistant_tokens must be from 1 to {config.num_draft_tokens}, the tokens that this drafter drafts in "
+            f"a block of {config.block_size}, but is {asked}."
+        )
+    return asked

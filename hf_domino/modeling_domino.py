@@ -1,0 +1,310 @@
+"""DominoDrafter: the DFlash backbone and the Domino head in one PreTrainedModel.
+
+Shapes: B batch, C context tokens, L slots of a block, n drafted tokens, H drafter width, V vocabulary, S causal state.
+Sources: Domino, arXiv 2605.29707, section 3; DFlash, arXiv 2602.06036, section 3. Tensor names are those of the public
+checkpoints.
+"""
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    eager_attention_forward,
+    rotate_half,
+)
+
+from .checkpoints import load_drafter
+from .configuration_domino import DominoConfig
+
+
+class ContextCache:
+    """Keys and values of the context for every layer: the drafter's only memory between rounds.
+
+    It only ever holds verified tokens, so nothing is rolled back. A block's own keys and values are written behind the
+    context as scratch, and the next round writes over them. Buffers double when they are full.
+    """
+
+    def __init__(self, num_layers: int):
+        self.length = 0
+        self._layers = [None] * num_layers
+
+    def update(self, layer_idx: int, states: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write `states` [2, B, heads, C + L, head_dim] (keys, values) behind the context.
+
+        Returns keys and values from token `first` on, [B, heads, length + C + L - first, head_dim] each.
+        """
+        end = self.length + states.shape[-2]
+        buffer = self._layers[layer_idx]
+        if buffer is None or buffer.shape[-2] < end:
+            grown = states.new_empty(*states.shape[:-2], max(2 * self.length, end + 256), states.shape[-1])
+            if buffer is not None:
+                grown[..., : self.length, :] = buffer[..., : self.length, :]
+            self._layers[layer_idx] = buffer = grown
+        buffer[..., self.length : end, :] = states
+        return buffer[..., first:end, :].unbind(0)
+
+
+def visible(config: DominoConfig, layer_type: str, query_position, key_position, query_block, key_block):
+    """Which keys a query of a block sees: the one rule for drafting and training, on broadcastable integer tensors.
+
+    Args:
+        query_position, key_position: positions in the sequence.
+        query_block, key_block: position of the anchor of the block they belong to; -1 for a context key.
+
+    Returns:
+        Boolean tensor: context strictly before the anchor and the query's own block; sliding layers in their window.
+    """
+    sliding = layer_type == "sliding_attention"
+    causal = sliding if config.is_causal is None else config.is_causal
+    own_block = key_block == query_block
+    if causal:
+        own_block = own_block & (key_position <= query_position)
+    seen = own_block | ((key_block < 0) & (key_position < query_block))
+    return seen & (query_position - key_position < config.sliding_window) if sliding else seen
+
+
+class DominoAttention(nn.Module):
+    """Attention of a block over the context and itself; both pass through this layer's own key and value weights."""
+
+    def __init__(self, config: DominoConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        self.is_causal = False
+        width, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(width, config.num_attention_heads * config.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, width, bias=bias)
+        norm = Qwen3RMSNorm if config.use_qk_norm else lambda *args, **kwargs: nn.Identity()
+        self.q_norm = norm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = norm(config.head_dim, eps=config.rms_norm_eps)
+
+    def forward(self, hidden_states, context_states, rotary, attention_mask, context, first):
+        """hidden_states [B, L, H], context_states [B, C, H] -> [B, L, H]."""
+        batch, slots = hidden_states.shape[:2]
+        keys_of = torch.cat([context_states, hidden_states], dim=1)
+        shape = (batch, -1, self.config.num_key_value_heads, self.head_dim)
+        query = self.q_norm(self.q_proj(hidden_states).view(batch, slots, -1, self.head_dim)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(keys_of).view(shape)).transpose(1, 2)
+        value = self.v_proj(keys_of).view(shape).transpose(1, 2)
+        cos, sin = (part.unsqueeze(1) for part in rotary)
+        query = query * cos[..., -slots:, :] + rotate_half(query) * sin[..., -slots:, :]
+        key = key * cos + rotate_half(key) * sin
+        if context is not None:
+            key, value = context.update(self.layer_idx, torch.stack([key, value]), first)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        # Dropout belongs to training steps: a drafter left in train mode still drafts without it.
+        dropout = self.config.attention_dropout if self.training and torch.is_grad_enabled() else 0.0
+        output, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout)
+        return self.o_proj(output.reshape(batch, slots, -1))
+
+
+class DominoDecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config: DominoConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = DominoAttention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, hidden_states, context_states, rotary, attention_mask=None, context=None, first=0):
+        hidden_states = hidden_states + self.self_attn(
+            self.input_layernorm(hidden_states), context_states, rotary, attention_mask, context, first
+        )
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class DominoHead:
+    """The Domino head (paper, section 3): base logits plus a low-rank correction from a GRU's causal state.
+
+    logits_j = base_j + W2 SiLU(W1 [z_j ; s_j]),  s_j = GRU(anchor, d_0 .. d_{j-1}) from a zero state in every block.
+    A mixin over the modules `prefix_gru` and `embed_proj`, which stand at the top of the drafter as in the public
+    checkpoints. Both forms below take n drafting slots; with `head="none"` they return the base logits.
+    """
+
+    def correction_features(self, hidden: torch.Tensor, token_embeddings: torch.Tensor) -> torch.Tensor:
+        """SiLU(W1 [z_j ; s_j]) with the states of given tokens (teacher forcing); `embed_proj[2]` maps it to V.
+
+        Args:
+            hidden: [B, n, H], the backbone's vectors z of the drafting slots.
+            token_embeddings: [B, n, H], embeddings of the anchor and of the first n - 1 drafted tokens.
+
+        Returns:
+            [B, n, rank].
+        """
+        states, _ = self.prefix_gru(token_embeddings.to(self.dtype))
+        return self.embed_proj[1](self.embed_proj[0](torch.cat([hidden, states], dim=-1)))
+
+    def teacher_forced(self, hidden, base_logits, token_embeddings) -> torch.Tensor:
+        """Logits [B, n, V] in float32 of a whole block, given its tokens. Arguments as in `correction_features`."""
+        logits = base_logits.float()
+        uncorrected = self.config.num_uncorrected_tokens
+        if self.config.head == "none" or uncorrected >= hidden.shape[1]:
+            return logits
+        features = self.correction_features(hidden, token_embeddings)[:, uncorrected:]
+        corrected = logits[:, uncorrected:] + self.embed_proj[2](features).to(logits)
+        return torch.cat([logits[:, :uncorrected], corrected], dim=1)
+
+    def roll_out(self, hidden, base_logits, anchor_embedding, choose, embed) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draft token by token. Nothing here waits for the device.
+
+        Args:
+            hidden: [B, n, H].
+            base_logits: [B, n, V] in float32.
+            anchor_embedding: [B, H].
+            choose: maps (logits [B, V], tokens so far [B, j]) to (token [B], logits it was chosen from [B, V]).
+            embed: maps token ids [B] to embeddings [B, H].
+
+        Returns:
+            Drafted tokens [B, n] and the logits that each was chosen from, [B, n, V].
+        """
+        batch, count = hidden.shape[:2]
+        tokens = torch.empty(batch, count, dtype=torch.long, device=base_logits.device)
+        chosen_from = []
+        state = hidden.new_zeros(batch, self.config.causal_state_size)
+        embedding = anchor_embedding
+        for j in range(count):
+            logits = base_logits[:, j]
+            if self.config.head == "domino":
+                gru = self.prefix_gru
+                state = torch.gru_cell(embedding.to(hidden), state, gru.weight_ih_l0, gru.weight_hh_l0)
+                if j >= self.config.num_uncorrected_tokens:
+                    correction = self.embed_proj(torch.cat([hidden[:, j], state], dim=-1))
+                    logits = logits + correction.to(logits)
+            tokens[:, j], logits = choose(logits, tokens[:, :j])
+            chosen_from.append(logits)
+            if self.config.head == "domino" and j + 1 < count:
+                embedding = embed(tokens[:, j])
+        return tokens, torch.stack(chosen_from, dim=1)
+
+
+class DominoDrafter(DominoHead, PreTrainedModel):
+    """A drafter for assisted generation: `target.generate(..., assistant_model=drafter)`.
+
+    It owns neither embeddings nor an output head: both are the target's. It keeps no state between calls, so one
+    drafter serves any number of calls and threads.
+    """
+
+    config_class = DominoConfig
+    base_model_prefix = ""
+    main_input_name = "block_embeddings"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DominoDecoderLayer"]
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: DominoConfig):
+        super().__init__(config)
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(DominoDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        if config.head == "domino":
+            self.prefix_gru = nn.GRU(config.hidden_size, config.causal_state_size, batch_first=True, bias=False)
+            self.embed_proj = nn.Sequential(
+                nn.Linear(config.hidden_size + config.causal_state_size, config.correction_rank, bias=False),
+                nn.SiLU(),
+                nn.Linear(config.correction_rank, config.vocab_size, bias=False),
+            )
+        self.post_init()
+
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if module is getattr(self, "prefix_gru", None):
+            bound = self.config.causal_state_size**-0.5
+            for weight in module.parameters():
+                init.uniform_(weight, -bound, bound)
+        elif module is getattr(self, "embed_proj", None):
+            # A new head is the identity: it starts from what the backbone already drafts.
+            init.zeros_(module[2].weight)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
+        """Load a drafter: one saved by hf_domino, or a public Domino, DFlash or speculators checkpoint as published.
+
+        Takes what `PreTrainedModel.from_pretrained` takes. Only safetensors are read.
+
+        Raises:
+            ValueError: the folder is no drafter, or its configuration or weights don't fit one; the message says how.
+        """
+        return load_drafter(cls, super().from_pretrained, pretrained_model_name_or_path, config, model_args, kwargs)
+
+    def forward(
+        self,
+        block_embeddings: torch.Tensor,
+        features: torch.Tensor | None = None,
+        context: ContextCache | None = None,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: dict | None = None,
+    ) -> torch.Tensor:
+        """One parallel pass of the backbone over a block (DFlash, section 3).
+
+        Args:
+            block_embeddings: [B, L, H], target embeddings of the anchor and the masks.
+            features: [B, C, len(target_layer_ids) * target_hidden_size], concatenated hidden states of the target for
+                the tokens new to the context.
+            context: keys and values of earlier context; the new ones are appended.
+            position_ids: [B, C + L]. Default: counted on from the context, 0, 1, 2, ...
+            attention_mask: one mask for each layer type, for [B, 1, L, keys], as the attention backend takes it.
+                Default: the block stands right behind the context and sees what `visible` says.
+
+        Returns:
+            [B, L, H], one vector z per slot.
+        """
+        hidden_states = block_embeddings.to(self.device, self.dtype)
+        if features is None:
+            features = hidden_states.new_empty(hidden_states.shape[0], 0, self.fc.in_features)
+        context_states = self.hidden_norm(self.fc(features.to(hidden_states)))
+        past = context.length if context is not None else 0
+        anchor = past + features.shape[1]
+        end = anchor + hidden_states.shape[1]
+        if position_ids is None:
+            position_ids = torch.arange(past, end, device=hidden_states.device)[None]
+        rotary = self.rotary_emb(hidden_states, position_ids)
+        masks, first = attention_mask, {}
+        if masks is None:
+            masks = {}
+            for layer_type in set(self.config.layer_types):
+                # Keys that no slot can see are not even read.
+                sliding = layer_type == "sliding_attention" and context is not None
+                first[layer_type] = max(0, anchor - self.config.sliding_window + 1) if sliding else 0
+                masks[layer_type] = self._block_mask(layer_type, first[layer_type], anchor, end, hidden_states)
+        for layer, layer_type in zip(self.layers, self.config.layer_types):
+            hidden_states = layer(
+                hidden_states, context_states, rotary, masks[layer_type], context, first.get(layer_type, 0)
+            )
+        if context is not None:
+            context.length = anchor
+        return self.norm(hidden_states)
+
+    def _block_mask(self, layer_type, first, anchor, end, like):
+        """Additive mask [1, 1, L, keys] of a block behind its context; None where it sees everything."""
+        if layer_type == "full_attention" and not self.config.is_causal:
+            return None
+        keys = torch.arange(first, end, device=like.device)
+        queries = torch.arange(anchor, end, device=like.device)[:, None]
+        key_block = torch.where(keys < anchor, -1, anchor)
+        seen = visible(self.config, layer_type, queries, keys, anchor, key_block)
+        return torch.zeros_like(seen, dtype=like.dtype).masked_fill(~seen, torch.finfo(like.dtype).min)[None, None]
+
+
+DominoConfig.register_for_auto_class()
+DominoDrafter.register_for_auto_class("AutoModel")
+
+if not __name__.startswith("hf_domino."):
+    # Loaded from a checkpoint folder as remote code: no package import has connected generate().
+    from .assisted_generation import connect
+
+    connect()

@@ -1,0 +1,90 @@
+"""Tiny random targets and drafters, and an oracle that makes long accepted blocks happen."""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from hf_domino import DominoCandidateGenerator, DominoConfig, DominoDrafter
+
+VOCAB, MASK = 97, 96
+DRAFTER = dict(num_hidden_layers=2, block_size=8, target_layer_ids=[0, 2], causal_state_size=16, correction_rank=8)
+
+
+def tiny_target(**overrides):
+    """A Qwen3 whose greedy text is varied, in float32."""
+    torch.manual_seed(0)
+    fields = dict(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.6,
+        tie_word_embeddings=False,
+        max_position_embeddings=512,
+    )
+    return Qwen3ForCausalLM(Qwen3Config(**{**fields, **overrides})).eval()
+
+
+def tiny_drafter(target, **overrides):
+    """A random drafter for a target, with a correction that is not zero."""
+    torch.manual_seed(1)
+    fields = {"mask_token_id": MASK, **DRAFTER, **overrides}
+    drafter = DominoDrafter(DominoConfig.for_target(target.config, **fields)).eval()
+    if drafter.config.head == "domino":
+        torch.nn.init.normal_(drafter.embed_proj[2].weight)
+    return drafter
+
+
+def prompt_ids(length=7, seed=0, high=90):
+    return torch.randint(1, high, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def inputs(length=7, seed=0):
+    ids = prompt_ids(length, seed)
+    return dict(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+
+@contextmanager
+def oracle(continuation, rate=1.0, seed=0, vocab=VOCAB):
+    """Draft the true continuation, each token spoilt with probability 1 - rate.
+
+    Everything else of the round runs as it is: the drafter's own tokens are replaced after it has drafted them.
+
+    Args:
+        continuation: [T] token ids that plain decoding produced, without the prompt.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    draft = DominoCandidateGenerator.draft
+    starts = {}
+
+    def spoilt(self, input_ids, count):
+        tokens, logits = draft(self, input_ids, count)
+        start = starts.setdefault(id(self), input_ids.shape[1] - 1)
+        done = input_ids.shape[1] - start
+        truth = continuation[done : done + count].to(tokens.device)
+        wrong = torch.rand(len(truth), generator=generator) >= rate
+        tokens = tokens.clone()
+        tokens[0, : len(truth)] = torch.where(wrong.to(tokens.device), (truth + 1) % vocab, truth)
+        return tokens, logits
+
+    with mock.patch.object(DominoCandidateGenerator, "draft", spoilt):
+        yield
+
+
+def assert_same_as_plain(target, drafter, rate=0.8, max_new_tokens=24, **kwargs):
+    """Greedy generate() with a drafter gives the tokens of generate() without it; returns the acceptance."""
+    from hf_domino import track_acceptance
+
+    kwargs = {"do_sample": False, "max_new_tokens": max_new_tokens, **kwargs}
+    plain = target.generate(**kwargs)
+    prompt_length = kwargs["input_ids"].shape[1] if kwargs.get("input_ids") is not None else 0
+    vocab = target.config.get_text_config().vocab_size
+    with oracle(plain[0, prompt_length:], rate, vocab=vocab), track_acceptance() as acceptance:
+        assisted = target.generate(**kwargs, assistant_model=drafter)
+    assert torch.equal(plain, assisted), (plain.tolist(), assisted.tolist())
+    return acceptance
