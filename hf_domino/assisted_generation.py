@@ -162,6 +162,8 @@ def _refusal(target, mode, config, mode_kwargs) -> str | None:
         return f"{type(target).__name__} is an encoder-decoder model"
     if getattr(target, "_is_stateful", False):
         return f"the recurrent state of {type(target).__name__} can't be rolled back"
+    if _CACHE not in inspect.signature(type(target).forward).parameters or not target._supports_default_dynamic_cache():
+        return f"{type(target).__name__} keeps no cache that can be rolled back"
     if mode_kwargs.get("synced_gpus"):
         return "synced_gpus=True (a target sharded by FSDP or ZeRO-3)"
     if mode_kwargs.get("assistant_tokenizer") is not None:
@@ -190,36 +192,12 @@ def _refuse_inputs(target, input_ids, logits_processor, cache) -> None:
 # Decoding
 
 
-def _decode(
-    original,
-    target,
-    input_ids,
-    logits_processor,
-    stopping_criteria,
-    generation_config,
-    synced_gpus=False,
-    streamer=None,
-    assistant_model=None,
-    **kwargs,
-):
-    if not is_domino_drafter(assistant_model):
-        return original(
-            target,
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            synced_gpus=synced_gpus,
-            streamer=streamer,
-            assistant_model=assistant_model,
-            **kwargs,
-        )
+def _decode(original, target, input_ids, **kwargs):
+    if not is_domino_drafter(kwargs.get("assistant_model")):
+        return original(target, input_ids, **kwargs)
+    streamer = kwargs.pop("streamer", None)
     try:
-        mode_kwargs = {name: kwargs.pop(name, None) for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer")}
-        call = Call(
-            target, assistant_model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, kwargs
-        )
-        return call.run(original, mode_kwargs)
+        return Call(target, input_ids, streamer, **kwargs).run(original)
     finally:
         if streamer is not None:
             streamer.end()
@@ -244,24 +222,22 @@ class View:
 
 
 class Prefill(View):
-    """The target while it reads the prompt, whole or in chunks: collects the chosen hidden states."""
+    """The target while it reads the prompt, whole or in chunks: collects the hidden states."""
 
-    def __init__(self, target, places):
+    def __init__(self, target):
         super().__init__(target)
-        self.places = places
         self.chunks = []
 
     def __call__(self, **inputs):
         outputs = super().__call__(**inputs)
-        self.chunks.append([outputs.hidden_states[place] for place in self.places])
+        self.chunks.append(outputs.hidden_states)
         return outputs
 
-    def hidden_states(self) -> list:
-        """Of all chunks together, in the places of transformers' tuple; None where not chosen."""
-        merged = [None] * (max(self.places) + 1)
-        for place, states in zip(self.places, zip(*self.chunks)):
-            merged[place] = torch.cat(states, dim=1) if len(states) > 1 else states[0]
-        return merged
+    def hidden_states(self) -> tuple:
+        """transformers' tuple for all chunks together."""
+        if len(self.chunks) == 1:
+            return self.chunks[0]
+        return tuple(None if states[0] is None else torch.cat(states, dim=1) for states in zip(*self.chunks))
 
 
 class DeferredCrop:
@@ -293,17 +269,29 @@ class Call(View):
     """
 
     def __init__(
-        self, target, drafter, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+        self,
+        target,
+        input_ids,
+        streamer,
+        assistant_model,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        synced_gpus=False,
+        inputs_tensor=None,
+        tokenizer=None,
+        assistant_tokenizer=None,
+        **model_kwargs,
     ):
         super().__init__(target)
-        self.drafter, self.prompt, self.streamer = drafter, input_ids, streamer
+        self.drafter, self.prompt, self.streamer = assistant_model, input_ids, streamer
         self.stopping_criteria, self.call_config, self.model_kwargs = stopping_criteria, generation_config, model_kwargs
         self.device = input_ids.device
         self.cache = model_kwargs.get(_CACHE)
         _refuse_inputs(target, input_ids, logits_processor, self.cache)
 
         on_drafts = LogitsProcessorList(p for p in logits_processor if _is_pure(p))
-        self.generator = DominoCandidateGenerator(drafter, target, generation_config, on_drafts)
+        self.generator = DominoCandidateGenerator(assistant_model, target, generation_config, on_drafts)
         self.processor = RoundProcessor(logits_processor, generation_config.do_sample)
         if self.processor.in_order:
             self.generator.returns_logits = False
@@ -322,7 +310,7 @@ class Call(View):
         # Sliding layers keep more than their window while they record, so that a rollback finds it.
         self.recorded_before = [layer for layer in _layers(self.cache) if getattr(layer, "record_past", False)]
 
-    def run(self, loop, mode_kwargs):
+    def run(self, loop):
         """Run transformers' loop on this call; returns what generate() returns."""
         config = copy.copy(self.call_config)
         config.return_dict_in_generate = False
@@ -337,7 +325,6 @@ class Call(View):
                 stopping_criteria=self.stop,
                 generation_config=config,
                 assistant_model=self.drafter,
-                **{name: value for name, value in mode_kwargs.items() if value is not None},
                 **self.model_kwargs,
             )
         finally:
@@ -379,6 +366,10 @@ class Call(View):
             inputs["output_hidden_states"] = self._wanted_hidden_states()
             self.outputs = super().__call__(**inputs)
             hidden_states = self.outputs.hidden_states
+        if "logits" in self.returned:
+            # The loop processes them in place.
+            rows = self.outputs.logits[:, -self.drafted - 1 :]
+            self.raw_logits = rows.to(self.device, torch.float32, copy=True)
         self.deferred = DeferredCrop(self.outputs[_CACHE])
         self.cache = self.outputs[_CACHE]
         self.seen = SimpleNamespace(logits=self.outputs.logits, hidden_states=hidden_states)
@@ -425,7 +416,7 @@ class Call(View):
         return True if self.all_hidden_states else self.generator.model_kwargs_overrides["output_hidden_states"]
 
     def _prefill_prompt(self):
-        prefill = Prefill(self.target, self.generator.model_kwargs_overrides["output_hidden_states"])
+        prefill = Prefill(self.target)
         kwargs = {**self.model_kwargs, "output_hidden_states": self._wanted_hidden_states()}
         # A long prompt must not be kept whole in sliding layers: recording starts behind it.
         self._record_past(False)
@@ -442,9 +433,8 @@ class Call(View):
         """Put what the target said about the row-th new token of this round among the returned values."""
         values, outputs = self.returned, self.outputs
         is_prefill = self.length == self.prompt.shape[1]
-        logits = outputs.logits[:, row - self.drafted - 1]
         if "logits" in values:
-            values["logits"].append(logits.to(torch.float32, copy=True).to(self.device))
+            values["logits"].append(self.raw_logits[:, row])
         if "scores" in values:
             values["scores"].append(self.processor.rows[row])
         if "hidden_states" in values:
@@ -489,8 +479,8 @@ class RoundProcessor(LogitsProcessor):
 
     Processors that transformers ships are functions of their arguments and run on every row. Others may count or
     remember: they see each emitted token's row exactly once and in order, as in plain decoding. For that the row's
-    token is settled here, and rows behind the first rejected draft are not processed; in sampling the loop is handed the
-    settled token as a point mass, to compare the draft with.
+    token is settled here, and rows behind the first rejected draft are not processed; in sampling the loop is handed
+    the settled token as a point mass, to compare the draft with.
     """
 
     def __init__(self, processors, do_sample):

@@ -5,7 +5,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .modeling_domino import ContextCache
-from .target import Target
+from .target import Target, hidden_states_request
 
 
 class DominoCandidateGenerator(CandidateGenerator):
@@ -33,7 +33,7 @@ class DominoCandidateGenerator(CandidateGenerator):
         self.config = drafter.config
         self.target = Target(target)
         self.target.check_pairing(self.config)
-        self.model_kwargs_overrides = {"output_hidden_states": [i + 1 for i in self.config.target_layer_ids]}
+        self.model_kwargs_overrides = {"output_hidden_states": hidden_states_request(self.config.target_layer_ids)}
         self.num_draft_tokens = draft_length(self.config, generation_config)
         self.max_length = generation_config.max_length
         self.do_sample = generation_config.do_sample
@@ -52,16 +52,14 @@ class DominoCandidateGenerator(CandidateGenerator):
             model_kwargs: the loop's, one token ahead of the pass; its attention mask tells padding from prompt.
             num_verified: token rows at the front that are verified; all rows of the prompt are.
         """
+        features = self.target.features(hidden_states, self.config.target_layer_ids)
         rows = slice(0, num_verified)
         if not self.has_read_prompt:
             self.has_read_prompt = True
-            rows = slice(None)
-            if (mask := model_kwargs.get("attention_mask")) is not None:
-                # The drafter counts real tokens: rows of padding are left out.
-                count = hidden_states[self.config.target_layer_ids[0] + 1].shape[1]
-                rows = mask[0, -count - 1 : -1] != 0
-        features = self.target.features(hidden_states, self.config.target_layer_ids)[:, rows]
-        self.new_features.append(features.to(self.drafter.device, self.drafter.dtype))
+            mask = model_kwargs.get("attention_mask")
+            # The drafter counts real tokens: rows of padding are left out.
+            rows = slice(None) if mask is None else mask[0, -features.shape[1] - 1 : -1] != 0
+        self.new_features.append(features[:, rows].to(self.drafter.device, self.drafter.dtype))
 
     @torch.no_grad()
     def get_candidates(

@@ -5,11 +5,28 @@ through their weights: quantised, offloaded and tied ones then just work.
 """
 
 import torch
+from transformers.utils import output_capturing
 
 # Factors that a family's forward applies outside its embedding and head modules, by the name of the config field.
 # (Gemma scales inside its embedding module, which needs nothing here.)
 _EMBEDDING_MULTIPLIERS = ("embedding_multiplier", "embedding_scale")
+# Other things it does there to the embeddings, by model type.
+_EMBEDDING_STEPS = {
+    "afmoe": lambda decoder, x: x * decoder.config.hidden_size**0.5 if decoder.config.mup_enabled else x,
+    "bloom": lambda decoder, x: decoder.word_embeddings_layernorm(x),
+    "nanochat": lambda decoder, x: decoder.norm(x),
+}
+# Fields that say how many hidden states per token go from layer to layer; a drafter reads one.
+_STREAMS = ("altup_num_inputs", "hc_mult")
 _LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+
+# What `output_hidden_states=[...]` counts: layers before transformers 5.23, since then hidden states, embeddings first.
+_COUNTS_EMBEDDINGS = hasattr(output_capturing, "resolve_hidden_states_indices")
+
+
+def hidden_states_request(layer_ids) -> list[int]:
+    """The value of `output_hidden_states` that makes a target return the outputs of these decoder layers only."""
+    return [i + _COUNTS_EMBEDDINGS for i in layer_ids]
 
 
 class Target:
@@ -26,6 +43,12 @@ class Target:
         self.head = model.get_output_embeddings()
         if self.embeddings is None or self.head is None:
             raise ValueError(f"{type(model).__name__} has no token embeddings or no output head to draft with.")
+        for name in _STREAMS:
+            if (getattr(self.config, name, None) or 1) > 1:
+                raise ValueError(
+                    f"The layers of {type(model).__name__} hand on several hidden states per token ({name}="
+                    f"{getattr(self.config, name)}); a drafter reads one."
+                )
 
     @property
     def device(self):
@@ -38,7 +61,8 @@ class Target:
         embeddings = self.embeddings(token_ids.to(self.device))
         for factor in self._factors(_EMBEDDING_MULTIPLIERS):
             embeddings = embeddings * factor
-        return embeddings
+        step = _EMBEDDING_STEPS.get(self.config.model_type)
+        return step(self.model.get_decoder(), embeddings) if step else embeddings
 
     def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's logits for hidden vectors, [..., H] -> [..., V]: its head and what its forward does after it."""
@@ -54,20 +78,20 @@ class Target:
         values = (getattr(self.config, name, None) for name in names)
         return [value for value in values if value not in (None, 1)]
 
-    @staticmethod
-    def features(hidden_states, layer_ids) -> torch.Tensor:
+    def features(self, hidden_states, layer_ids) -> torch.Tensor:
         """Concatenated outputs of the chosen decoder layers.
 
         Args:
-            hidden_states: transformers' tuple, embeddings first, each [B, T, target_hidden_size]; entries of layers
-                that were not chosen may be None. The last one is the final-normed state.
+            hidden_states: transformers' tuple, each [B, T, target_hidden_size], the embeddings first or left out;
+                entries of layers that were not chosen may be None. The last one is the final-normed state.
             layer_ids: zero-based decoder layers.
 
         Returns:
             [B, T, len(layer_ids) * target_hidden_size].
         """
-        device = hidden_states[layer_ids[0] + 1].device
-        return torch.cat([hidden_states[i + 1].to(device) for i in layer_ids], dim=-1)
+        first = len(hidden_states) - self.config.num_hidden_layers
+        states = [hidden_states[first + i] for i in layer_ids]
+        return torch.cat([state.to(states[0].device) for state in states], dim=-1)
 
     def check_pairing(self, config) -> None:
         """Raise one `ValueError` that names everything in which a `DominoConfig` does not fit this target."""
@@ -85,6 +109,11 @@ class Target:
             problems.append(
                 f"target_layer_ids are {config.target_layer_ids}, "
                 f"the target has layers 0 to {text.num_hidden_layers - 1}"
+            )
+        elif width != text.hidden_size and text.num_hidden_layers - 1 in config.target_layer_ids:
+            problems.append(
+                f"target_layer_ids are {config.target_layer_ids}, the target's last layer, "
+                f"{text.num_hidden_layers - 1}, ends in vectors of {width} instead of {text.hidden_size}"
             )
         eos = getattr(self.model.generation_config, "eos_token_id", None)
         if config.mask_token_id in (eos if isinstance(eos, list) else [eos]):
