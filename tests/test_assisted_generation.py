@@ -1,6 +1,7 @@
 """generate() with a drafter gives what generate() without it gives: the settings, one by one."""
 
 import copy
+import functools
 import threading
 import time
 
@@ -296,6 +297,7 @@ def test_only_chosen_hidden_states_are_captured(target, drafter, monkeypatch):
     captured = []
     forward = type(target).forward
 
+    @functools.wraps(forward)
     def spy(self, *args, **kwargs):
         out = forward(self, *args, **kwargs)
         captured.append([place for place, state in enumerate(out.hidden_states) if state is not None])
@@ -466,9 +468,13 @@ def test_chunked_prefill(target, drafter, rate):
 def test_chunked_prefill_reads_in_chunks(target, drafter, monkeypatch):
     read = []
     forward = type(target).forward
-    monkeypatch.setattr(
-        type(target), "forward", lambda self, *a, **k: read.append(k["input_ids"].shape[1]) or forward(self, *a, **k)
-    )
+
+    @functools.wraps(forward)
+    def spy(self, *args, **kwargs):
+        read.append(kwargs["input_ids"].shape[1])
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(target), "forward", spy)
     target.generate(**inputs(20), max_new_tokens=1, prefill_chunk_size=8, assistant_model=drafter)
     assert read == [8, 8, 4]
 
@@ -574,6 +580,7 @@ def test_pipeline(target, drafter, tokenizer):
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_refused_by_name_before_the_prefill(target, drafter, monkeypatch, setting, named):
+    @functools.wraps(type(target).forward)
     def forward(*args, **kwargs):
         raise AssertionError("the target has worked already")
 

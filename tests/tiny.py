@@ -1,12 +1,13 @@
-"""Tiny random targets and drafters, and an oracle that makes long accepted blocks happen."""
+"""Tiny random targets and drafters, and the comparison with plain decoding."""
 
 from contextlib import contextmanager
-from unittest import mock
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from hf_domino import DominoCandidateGenerator, DominoConfig, DominoDrafter
+from hf_domino import DominoConfig, DominoDrafter, track_acceptance
+from hf_domino.evaluation.oracle import oracle
 
 VOCAB, MASK = 97, 96
 DRAFTER = dict(num_hidden_layers=2, block_size=8, target_layer_ids=[0, 2], causal_state_size=16, correction_rank=8)
@@ -50,41 +51,23 @@ def inputs(length=7, seed=0):
 
 
 @contextmanager
-def oracle(continuation, rate=1.0, seed=0, vocab=VOCAB):
-    """Draft the true continuation, each token spoilt with probability 1 - rate.
-
-    Everything else of the round runs as it is: the drafter's own tokens are replaced after it has drafted them.
-
-    Args:
-        continuation: [T] token ids that plain decoding produced, without the prompt.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    draft = DominoCandidateGenerator.draft
-    starts = {}
-
-    def spoilt(self, input_ids, count):
-        tokens, logits = draft(self, input_ids, count)
-        start = starts.setdefault(id(self), input_ids.shape[1] - 1)
-        done = input_ids.shape[1] - start
-        truth = continuation[done : done + count].to(tokens.device)
-        wrong = torch.rand(len(truth), generator=generator) >= rate
-        tokens = tokens.clone()
-        tokens[0, : len(truth)] = torch.where(wrong.to(tokens.device), (truth + 1) % vocab, truth)
-        return tokens, logits
-
-    with mock.patch.object(DominoCandidateGenerator, "draft", spoilt):
+def no_forward():
+    """Not one module of any model runs inside."""
+    called = []
+    hook = register_module_forward_pre_hook(lambda module, _: called.append(type(module).__name__))
+    try:
         yield
+    finally:
+        hook.remove()
+    assert not called
 
 
 def assert_same_as_plain(target, drafter, rate=0.8, max_new_tokens=24, **kwargs):
     """Greedy generate() with a drafter gives the tokens of generate() without it; returns the acceptance."""
-    from hf_domino import track_acceptance
-
     kwargs = {"do_sample": False, "max_new_tokens": max_new_tokens, **kwargs}
     plain = target.generate(**kwargs)
     prompt_length = kwargs["input_ids"].shape[1] if kwargs.get("input_ids") is not None else 0
-    vocab = target.config.get_text_config().vocab_size
-    with oracle(plain[0, prompt_length:], rate, vocab=vocab), track_acceptance() as acceptance:
+    with oracle(plain[0, prompt_length:], rate), track_acceptance() as acceptance:
         assisted = target.generate(**kwargs, assistant_model=drafter)
     assert torch.equal(plain, assisted), (plain.tolist(), assisted.tolist())
     return acceptance

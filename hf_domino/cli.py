@@ -1,0 +1,214 @@
+"""hf-domino: the package's work from the command line.
+
+    hf-domino regenerate --target T --prompts P --out FOLDER     the target answers prompts: training data
+    hf-domino train --target T --data FOLDER --out FOLDER        a drafter from that data
+
+Every argument may also stand in a YAML file, `--config FILE`; the command line wins.
+"""
+
+import dataclasses
+import hashlib
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
+
+from .configuration_domino import DominoConfig
+from .modeling_domino import DominoDrafter
+from .target import Target
+from .training.data import load_conversations, read_prompts, regenerate
+from .training.features import cache_features
+from .training.trainer import DominoTrainer, DominoTrainingArguments, last_checkpoint
+
+
+def _option(default=dataclasses.MISSING, help=""):
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class RegenerateOptions:
+    """Let a target answer prompts. A run that was killed goes on when the same command is given again."""
+
+    target: str = _option(help="The target: a folder or a model on the Hub.")
+    prompts: str = _option(help="A JSONL or Parquet file, or a data set on the Hub.")
+    out: str = _option(help="The folder of conversations.")
+    split: str = _option("train", help='Which rows of the prompts; "train[:100]" is the first hundred.')
+    subset: str | None = _option(None, help="Configuration of a data set on the Hub.")
+    column: str | None = _option(None, help="Column that holds the prompts. Default: the first known one.")
+    max_new_tokens: int = _option(512, help="Room for each answer.")
+    do_sample: bool = _option(False, help="Sample the answers. Default: greedy ones.")
+    temperature: float | None = _option(None, help="Default: the target's own.")
+    top_p: float | None = _option(None, help="Default: the target's own.")
+    top_k: int | None = _option(None, help="Default: the target's own.")
+    num_samples: int = _option(1, help="Answers to each prompt, when sampling.")
+    seed: int = _option(0, help="Of the samples.")
+    enable_thinking: bool | None = _option(None, help="For chat templates that know it.")
+    batch_size: int = _option(16, help="Prompts answered at once.")
+    dtype: str = _option("auto", help="Of the target.")
+    device: str | None = _option(None, help="Of the target. Default: the first accelerator, else the CPU.")
+
+
+@dataclass
+class TrainOptions:
+    """Train a drafter. A run that was killed goes on from its last checkpoint when the same command is given again."""
+
+    target: str = _option(help="The target: a folder or a model on the Hub.")
+    data: str = _option(help="A folder that `hf-domino regenerate` wrote.")
+    out: str = _option(help="Where checkpoints and the finished drafter go.")
+    init_from: str | None = _option(None, help="A Domino or DFlash drafter to start from.")
+    from_target: bool = _option(False, help="Start the layers as copies of the target's own last ones.")
+    cache_features: str | None = _option(None, help="A folder to keep the target's features in, for every epoch.")
+    eval_size: int = _option(32, help="Conversations held out, whole prompts at a time, to measure acceptance on.")
+    dtype: str = _option("auto", help="Of the target.")
+    save_dtype: str = _option("bfloat16", help="Of the finished drafter.")
+    attn_implementation: str = _option("sdpa", help="The drafter's attention: sdpa, eager or flex_attention.")
+    head: str | None = _option(None, help='"domino", or "none" for a DFlash drafter.')
+    block_size: int | None = _option(None, help="Slots of a block, the anchor included.")
+    sample_from_anchor: bool | None = _option(None, help="Whether the anchor's slot drafts too.")
+    num_uncorrected_tokens: int | None = _option(None, help="First drafts of a block without correction.")
+    num_hidden_layers: int | None = _option(None, help="Layers of the drafter.")
+    target_layer_ids: list[int] | None = _option(None, help="Target layers whose outputs are the features.")
+    intermediate_size: int | None = _option(None, help="Width inside the drafter's MLPs.")
+    causal_state_size: int | None = _option(None, help="Width of the head's causal state.")
+    correction_rank: int | None = _option(None, help="Rank of the head's correction.")
+    mask_token_id: int | None = _option(None, help="Default: an id that the target never emits.")
+
+
+# The options that are fields of a drafter's configuration.
+_DRAFTER_FIELDS = {f.name for f in dataclasses.fields(TrainOptions)} & set(DominoConfig.__dataclass_fields__) - {
+    "dtype"
+}
+
+
+def run_regenerate(options: RegenerateOptions) -> None:
+    own = dataclasses.asdict(options)
+    name, out, dtype, device = (own.pop(key) for key in ("target", "out", "dtype", "device"))
+    source, *where = (own.pop(key) for key in ("prompts", "split", "subset", "column"))
+    prompts = read_prompts(source, *where)
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    target = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device or accelerator)
+    print(f"{regenerate(target, tokenizer, prompts, out, **own)} conversations were added to {out}.")
+
+
+def run_train(options: TrainOptions, args: DominoTrainingArguments) -> None:
+    args.output_dir = options.out
+    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    records = list(load_conversations(options.data, tokenizer))
+    train_records, eval_records = hold_out(records, options.eval_size)
+    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.dtype).to(args.device)
+    set_seed(args.seed)
+    drafter = new_drafter(options, target, tokenizer)
+    drafter.set_attn_implementation(options.attn_implementation)
+    cache = None
+    if options.cache_features:
+        needs_last_hidden = bool(args.soft_target_weight or args.total_variation_weight)
+        with args.main_process_first(local=False):
+            cache = cache_features(
+                Target(target.eval()),
+                records,
+                drafter.config.target_layer_ids,
+                options.cache_features,
+                last_hidden=needs_last_hidden,
+                max_length=args.max_length,
+                progress=args.process_index == 0,
+            )
+    if not eval_records:
+        args.eval_strategy = "no"
+    trainer = DominoTrainer(drafter, target, args, train_records, eval_records or None, cache)
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint or last_checkpoint(options.out))
+    if eval_records:
+        trainer.evaluate()
+    trainer.drafter.to(getattr(torch, options.save_dtype))
+    trainer.save_model()
+    trainer.save_state()  # trainer_state.json holds the curve
+    if trainer.is_world_process_zero():
+        recipe = {"options": dataclasses.asdict(options), "arguments": args.to_sanitized_dict()}
+        recipe["data"] = {"conversations": len(records), "held_out": len(eval_records)}
+        recipe["data"]["without_anchor"] = trainer.train_dataset.num_skipped
+        (Path(options.out) / "training_recipe.json").write_text(json.dumps(recipe, indent=2, default=str))
+        print(f"The drafter is in {options.out}.")
+
+
+def new_drafter(options: TrainOptions, target, tokenizer) -> DominoDrafter:
+    """The drafter that training starts from, in float32."""
+    if options.init_from and options.from_target:
+        raise ValueError("--init_from and --from_target both say where the weights come from: give one.")
+    fields = {name: getattr(options, name) for name in _DRAFTER_FIELDS if getattr(options, name) is not None}
+    if options.init_from:
+        return DominoDrafter.from_pretrained(options.init_from, dtype=torch.float32, **fields)
+    if options.from_target:
+        return DominoDrafter.from_target(target, tokenizer, **fields)
+    return DominoDrafter(DominoConfig.for_target(target.config, tokenizer, **fields))
+
+
+def hold_out(records: list[dict], count: int) -> tuple[list[dict], list[dict]]:
+    """Split off at least `count` records (if there are others), all samples of a prompt on the same side.
+
+    Which prompts are held out depends on the prompts alone, so that it stays when data is added.
+    """
+    prompts: dict[str, list[dict]] = {}
+    for record in records:
+        prompts.setdefault(record["key"], []).append(record)
+    train, held = [], []
+    for key in sorted(prompts, key=lambda key: hashlib.sha256(key.encode()).digest()):
+        (held if len(held) < count else train).extend(prompts[key])
+    if not train:
+        raise ValueError(f"Holding out {count} of {len(records)} conversations leaves none to train on.")
+    return train, held
+
+
+# ---- the command line
+
+_COMMANDS = {
+    "regenerate": (run_regenerate, [RegenerateOptions], {}),
+    # Loss and acceptance are worth seeing more often than every 500 steps.
+    "train": (run_train, [TrainOptions, DominoTrainingArguments], {"eval_strategy": "epoch", "logging_steps": 10}),
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] not in _COMMANDS:
+        asked = bool(argv) and argv[0] in ("-h", "--help")
+        print(__doc__ if asked else f"usage: hf-domino {{{','.join(_COMMANDS)}}} --help", file=sys.stderr)
+        sys.exit(0 if asked else 2)
+    run, options, defaults = _COMMANDS[argv[0]]
+    parser = HfArgumentParser(options, prog=f"hf-domino {argv[0]}", description=options[0].__doc__, allow_abbrev=False)
+    parser.add_argument("--config", help="A YAML file with any of these arguments.")
+    parser.set_defaults(**defaults)
+    try:
+        *parsed, namespace = parser.parse_args_into_dataclasses(_with_config(argv[1:]), look_for_args_file=False)
+        run(*parsed)
+    except (ValueError, OSError, ImportError) as error:
+        sys.exit(f"hf-domino: {error}")
+
+
+def _with_config(argv: list[str]) -> list[str]:
+    """The arguments of the YAML file that `--config` names, in front of those given: the last one wins."""
+    files = [value for name, value in zip(argv, argv[1:]) if name == "--config"]
+    files += [name.split("=", 1)[1] for name in argv if name.startswith("--config=")]
+    if not files:
+        return argv
+    import yaml
+
+    try:
+        settings = yaml.safe_load(Path(files[-1]).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{files[-1]} is no readable YAML file: {error}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{files[-1]} must hold argument names and their values.")
+    arguments = []
+    for name, value in settings.items():
+        if value is not None:
+            values = value if isinstance(value, list) else [value]
+            values = [json.dumps(value) if isinstance(value, dict) else str(value) for value in values]
+            arguments += [f"--{str(name).replace('-', '_')}", *values]
+    return arguments + argv
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Training a drafter: data, anchors and masks, objective, trainer."""

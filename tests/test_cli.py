@@ -1,0 +1,138 @@
+"""hf-domino regenerate and train, from the prompts to a drafter that generate() takes."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModel, AutoModelForCausalLM
+
+from hf_domino import DominoDrafter
+from hf_domino.cli import hold_out, main
+from hf_domino.training.trainer import DominoTrainer
+
+from .tiny import assert_same_as_plain, inputs, tiny_target
+from .training.test_data import END, tiny_tokenizer
+
+SMALL = dict(
+    block_size=4,
+    num_hidden_layers=1,
+    causal_state_size=8,
+    correction_rank=4,
+    num_anchors=4,
+    per_device_train_batch_size=4,
+    num_train_epochs=2,
+    use_cpu=True,
+    disable_tqdm=True,
+    save_strategy="steps",
+    save_steps=2,
+    logging_steps=1,
+    eval_size=2,
+    log_level="error",
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target, prompts and the conversations that the first command made of them."""
+    folder = tmp_path_factory.mktemp("cli")
+    target = tiny_target()
+    target.generation_config.eos_token_id = END
+    target.generation_config.pad_token_id = 0
+    target.save_pretrained(folder / "target")
+    tiny_tokenizer().save_pretrained(folder / "target")
+    lines = [json.dumps({"prompt": f"w{i} w{i + 1}"}) + "\n" for i in range(12)]
+    (folder / "prompts.jsonl").write_text("".join(lines))
+    command = ["regenerate", "--target", folder / "target", "--prompts", folder / "prompts.jsonl"]
+    main([*map(str, command), "--out", str(folder / "data"), "--max-new-tokens", "16", "--device", "cpu"])
+    return folder
+
+
+def train(folders, out, *arguments, **settings):
+    config = out.parent / f"{out.name}.yaml"
+    config.write_text(yaml.safe_dump({**SMALL, **settings}))
+    where = ["--target", folders / "target", "--data", folders / "data", "--out", out, "--config", config]
+    main(["train", *map(str, where), *arguments])
+
+
+def test_from_prompts_to_generation(folders, tmp_path, capsys):
+    out = tmp_path / "drafter"
+    train(folders, out, "--eval-size", "3", "--cache-features", str(tmp_path / "cache"), soft_target_weight=0.5)
+    assert "take" in capsys.readouterr().out  # the space of the cache
+    drafter = AutoModel.from_pretrained(out)
+    assert type(drafter) is DominoDrafter and drafter.dtype == torch.bfloat16 and drafter.config.block_size == 4
+    state = json.loads((out / "trainer_state.json").read_text())
+    assert {"base_loss", "final_loss", "lambda"} <= set(state["log_history"][0])
+    assert "eval_base_acceptance_length" in state["log_history"][-1]
+    recipe = json.loads((out / "training_recipe.json").read_text())
+    assert recipe["data"] == {"conversations": 12, "held_out": 3, "without_anchor": 0}
+    assert recipe["arguments"]["soft_target_weight"] == 0.5
+    target = AutoModelForCausalLM.from_pretrained(folders / "target")
+    assert_same_as_plain(target, drafter.float(), **inputs())
+
+
+def test_the_command_line_wins_over_the_file(folders, tmp_path):
+    out = tmp_path / "drafter"
+    train(folders, out, "--head", "none", "--block_size=8", "--from-target", "--save_dtype", "float32", max_steps=1)
+    drafter = AutoModel.from_pretrained(out)
+    assert drafter.config.head == "none" and drafter.config.block_size == 8 and drafter.dtype == torch.float32
+    assert drafter.config.target_layer_ids == [2]  # the layer under the copied one
+
+    # A DFlash drafter becomes a Domino one, in its own block size.
+    warm = tmp_path / "warm"
+    train(folders, warm, "--init-from", str(out), "--head", "domino", max_steps=1, block_size=None)
+    assert AutoModel.from_pretrained(warm).config.block_size == 8
+    assert AutoModel.from_pretrained(warm).config.head == "domino"
+
+
+def test_a_killed_run_goes_on(folders, tmp_path, monkeypatch):
+    killed, straight = tmp_path / "killed", tmp_path / "straight"
+    step = DominoTrainer.training_step
+
+    def killed_at_the_fourth(self, *args, **kwargs):
+        if self.state.global_step == 3:
+            raise KeyboardInterrupt
+        return step(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(DominoTrainer, "training_step", killed_at_the_fourth)
+        train(folders, killed)
+    (killed / "checkpoint-4").mkdir()  # as if it had been killed while it saved
+    for out in (killed, straight):
+        train(folders, out)
+    ours, other = (AutoModel.from_pretrained(out).state_dict() for out in (killed, straight))
+    assert all(torch.equal(ours[name], other[name]) for name in other)
+
+
+def test_held_out_prompts_keep_their_samples_together():
+    records = [{"key": f"k{i}", "sample": j} for i in range(10) for j in range(3)]
+    train_records, held = hold_out(records, 4)
+    assert len(held) == 6 and not {r["key"] for r in held} & {r["key"] for r in train_records}
+    more = records + [{"key": "z", "sample": 0}]
+    assert [r for r in hold_out(more, 4)[1] if r["key"] != "z"][:3] == held[:3]
+    with pytest.raises(ValueError, match="leaves none to train on"):
+        hold_out(records, 30)
+
+
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        (["--init_from", "x", "--from_target"], "give one"),
+        (["--data", "nowhere"], "nowhere holds no conversations"),
+        (["--no_such_option", "1"], "no_such_option"),
+        (["--num_hidden_layers", "9", "--from_target"], "num_hidden_layers is 9, but the target has 4"),
+        (["--target_layer_ids", "1", "7"], "target_layer_ids"),
+        (["--eval_size", "12"], "leaves none to train on"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
+def test_bad_input_is_one_clear_line(folders, tmp_path, arguments, match):
+    with pytest.raises(SystemExit, match=match):
+        train(folders, tmp_path / "drafter", *arguments)
+    assert not (tmp_path / "drafter").exists()
+
+
+def test_help_names_the_commands(capsys):
+    with pytest.raises(SystemExit):
+        main([])
+    assert "regenerate,train" in capsys.readouterr().err
