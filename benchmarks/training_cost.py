@@ -75,7 +75,7 @@ def speed(autocast, loss_vocabulary_size, soft_target_weight=0.0, batch_size=4, 
     cpu = (time.process_time() - cpu) / steps / batch_size
     print(
         f"{'bfloat16' if autocast else 'float32'}, {loss_vocabulary_size or 'all'} tokens, soft targets "
-        f"{soft_target_weight}: {rate:.2f} sequences/s with {torch.get_num_threads()} threads, {cpu:.2f} CPU seconds each",
+        f"{soft_target_weight}: {rate:.2f} sequences/s, {torch.get_num_threads()} threads, {cpu:.2f} CPU seconds each",
         flush=True,
     )
 

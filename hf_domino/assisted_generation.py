@@ -12,6 +12,7 @@ import functools
 import inspect
 import logging
 import weakref
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
@@ -24,6 +25,7 @@ from transformers.generation import logits_process as builtin_processors
 
 from .acceptance import record_round
 from .generation_domino import DominoCandidateGenerator, draft_length
+from .modeling_domino import ContextCache
 from .target import Target
 
 logger = logging.getLogger(__name__)
@@ -296,16 +298,15 @@ class Call(View):
 
         on_drafts = LogitsProcessorList(p for p in logits_processor if _is_pure(p))
         self.generator = DominoCandidateGenerator(assistant_model, target, generation_config, on_drafts)
-        self.processor = RoundProcessor(logits_processor, generation_config.do_sample)
-        if self.processor.in_order:
-            self.generator.returns_logits = False
-        self._continue_context()
-
         asked = generation_config.return_dict_in_generate
         self.returned = {
             name: [] for name in _RETURNED if asked and getattr(generation_config, f"output_{name}", False)
         }
-        self.all_hidden_states = "hidden_states" in self.returned
+        self.processor = RoundProcessor(logits_processor, generation_config.do_sample, "scores" in self.returned)
+        if self.processor.in_order:
+            self.generator.returns_logits = False
+        self._continue_context()
+
         self.length = input_ids.shape[1]
         self.sequences = input_ids
         self.drafted = 0
@@ -318,9 +319,7 @@ class Call(View):
         """Run transformers' loop on this call; returns what generate() returns."""
         config = copy.copy(self.call_config)
         config.return_dict_in_generate = False
-        processors = LogitsProcessorList(
-            [self.processor] if self.processor.is_needed("scores" in self.returned) else []
-        )
+        processors = LogitsProcessorList([self.processor] if self.processor.is_needed else [])
         try:
             loop(
                 self,
@@ -363,7 +362,7 @@ class Call(View):
 
     def __call__(self, **inputs):
         is_prefill = self.outputs is None
-        self.processor.new_round(self.length)
+        self.processor.new_round()
         if is_prefill:
             hidden_states = self._prefill_prompt()
         else:
@@ -417,7 +416,9 @@ class Call(View):
     # The call's own state
 
     def _wanted_hidden_states(self):
-        return True if self.all_hidden_states else self.generator.model_kwargs_overrides["output_hidden_states"]
+        return (
+            True if "hidden_states" in self.returned else self.generator.model_kwargs_overrides["output_hidden_states"]
+        )
 
     def _prefill_prompt(self):
         prefill = Prefill(self.target)
@@ -462,20 +463,31 @@ class Call(View):
 
     def _continue_context(self):
         """Go on with the drafter's context of an earlier turn where the cache brings it along."""
-        owner, context, features, length = getattr(self.cache, _CONTEXT, None) or (None, None, None, None)
-        if owner is not None and owner() is self.drafter and length == self.cache.get_seq_length():
-            self.generator.context, self.generator.new_features = context, features
+        kept = getattr(self.cache, _CONTEXT, None)
+        if kept is not None and kept.drafter() is self.drafter and kept.length == self.cache.get_seq_length():
+            self.generator.context, self.generator.new_features = kept.context, kept.features
 
     def _keep_context(self):
         """Leave the drafter's context with a cache that outlives the call, so that the next turn is drafted as well."""
         self.generator.observe_pass(self.seen.hidden_states, self.loop_kwargs, self.kept)
-        kept = (
-            weakref.ref(self.drafter),
-            self.generator.context,
-            self.generator.new_features,
-            self.cache.get_seq_length(),
-        )
-        setattr(self.cache, _CONTEXT, kept)
+        context, features, length = self.generator.context, self.generator.new_features, self.cache.get_seq_length()
+        setattr(self.cache, _CONTEXT, KeptContext(weakref.ref(self.drafter), context, features, length))
+
+
+@dataclass
+class KeptContext:
+    """A drafter's context, kept with the target's cache that it belongs to. It is copied with it, but not saved."""
+
+    drafter: weakref.ref
+    context: ContextCache
+    features: list[torch.Tensor]
+    length: int
+
+    def __deepcopy__(self, memo):
+        return KeptContext(self.drafter, *copy.deepcopy((self.context, self.features, self.length), memo))
+
+    def __reduce__(self):
+        return type(None), ()
 
 
 class RoundProcessor(LogitsProcessor):
@@ -487,17 +499,14 @@ class RoundProcessor(LogitsProcessor):
     the settled token as a point mass, to compare the draft with.
     """
 
-    def __init__(self, processors, do_sample):
-        self.processors, self.do_sample = processors, do_sample
+    def __init__(self, processors, do_sample, keep_rows):
+        self.processors, self.do_sample, self.keep_rows = processors, do_sample, keep_rows
         self.in_order = not all(_is_pure(processor) for processor in processors)
-        self.new_round(0)
+        self.is_needed = keep_rows or len(processors) > 0
+        self.new_round()
 
-    def is_needed(self, keep_rows):
-        self.keep_rows = keep_rows
-        return keep_rows or len(self.processors) > 0
-
-    def new_round(self, length):
-        self.length, self.rows, self.token = length, [], None
+    def new_round(self):
+        self.rows, self.token = [], None
 
     def __call__(self, input_ids, scores):
         if self.in_order and self.rows and (self.token is None or int(input_ids[0, -1]) != self.token):

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import pickle
 import threading
 import time
 
@@ -455,6 +456,19 @@ def test_the_next_turn_goes_on_with_the_drafters_context(target, drafter):
     assert [length for length, _ in continued] == [length for length, _ in lengths]
     for (_, hidden), (_, fresh) in zip(continued, lengths):
         torch.testing.assert_close(hidden, fresh, atol=1e-4, rtol=1e-4)
+
+
+def test_a_returned_cache_can_be_copied_and_saved(target, drafter):
+    kwargs = {"do_sample": False, "pad_token_id": 95, "return_dict_in_generate": True, "assistant_model": drafter}
+    turn = target.generate(**inputs(), max_new_tokens=6, **kwargs)
+    longer = torch.cat([turn.sequences, torch.tensor([[5, 6, 7]])], dim=1)
+    more = {"input_ids": longer, "attention_mask": torch.ones_like(longer), "max_new_tokens": 12}
+    fresh = target.generate(**more, do_sample=False, pad_token_id=95)
+    for cache in (copy.deepcopy(turn[CACHE]), pickle.loads(pickle.dumps(turn[CACHE])), turn[CACHE]):
+        with oracle(fresh[0, longer.shape[1] :], 0.8), track_acceptance() as acceptance:
+            out = target.generate(**more, **kwargs, **{CACHE: cache})
+        assert torch.equal(out.sequences, fresh) and acceptance.mean > 1
+    assert b"KeptContext" not in pickle.dumps(turn[CACHE])
 
 
 @pytest.mark.parametrize("rate", RATES)

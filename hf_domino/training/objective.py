@@ -288,8 +288,11 @@ class DraftingObjective(nn.Module):
     def _loss_of(self, labels, weights, teacher, base_weight, rows, hidden, features=None, weight=None):
         """Summed loss of some rows, and [2, 3, c]: base and final; loss, hit and distance to the target of each row."""
         labels, weights = labels[rows], weights[rows]
-        goal = self.loss_target.base_logits(teacher[rows]).float().softmax(-1) if teacher is not None else None
-        base = self.loss_target.base_logits(hidden).float().to(weights.device)
+
+        def target_logits(states):
+            return self.loss_target.base_logits(states).float().to(weights.device)
+
+        base, goal = target_logits(hidden), None if teacher is None else target_logits(teacher[rows]).softmax(-1)
         reports = [self._draft_loss(base, labels, goal)]
         if features is not None:
             reports.append(self._draft_loss(base + F.linear(features, weight).to(base), labels, goal))
