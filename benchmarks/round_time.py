@@ -83,97 +83,120 @@ def own_pass(target, context, num_tokens, repeats=7):
 
 
 def load(arguments):
-    dtype = getattr(torch, arguments.dtype)
+    """The target, its tokenizer, and the drafters to compare by name."""
+    dtype, device = getattr(torch, arguments.dtype), arguments.device
     folder = arguments.target or demo_target()
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(arguments.device).eval()
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    if arguments.drafter:
-        drafter = DominoDrafter.from_pretrained(arguments.drafter, dtype=dtype)
-    else:
-        torch.manual_seed(0)
-        shape = {"num_hidden_layers": 3, "block_size": arguments.block_size, "causal_state_size": 256}
-        drafter = DominoDrafter(DominoConfig.for_target(target.config, tokenizer, **shape)).to(dtype)
-    return target, tokenizer, drafter.to(arguments.device).eval()
+    drafters = {}
+    for block_size in arguments.block_sizes if arguments.drafter is None else [None]:
+        for candidates, vocabulary in arguments.variants:
+            reading = {"num_correction_candidates": candidates}
+            if arguments.drafter is not None:
+                drafter = DominoDrafter.from_pretrained(arguments.drafter, dtype=dtype, **reading)
+            else:
+                torch.manual_seed(0)
+                shape = {"num_hidden_layers": 3, "block_size": block_size, "causal_state_size": 256}
+                config = DominoConfig.for_target(target.config, tokenizer, **shape, **reading)
+                drafter = DominoDrafter(config).to(dtype)
+            if vocabulary is not None:  # which tokens these are does not matter for the time
+                drafter.set_draft_vocabulary(range(vocabulary))
+            name = (
+                f"block {drafter.config.block_size}, {candidates or 'all'} candidates of {vocabulary or 'all'} tokens"
+            )
+            drafters[name] = drafter.to(device).eval()
+    return target, tokenizer, drafters
+
+
+class Measured:
+    """What the calls with one drafter showed."""
+
+    def __init__(self):
+        self.parts, self.lengths = defaultdict(list), []
+        self.rounds, self.own, self.plain, self.assisted = [], [], [], []
+        self.agreed = 0
+
+    def summary(self):
+        median = {name: statistics.median(values) for name, values in self.parts.items()}
+        whole, own = statistics.median(self.rounds), statistics.median(self.own)
+        draft = sum(median[name] for name in ("features", "backbone", "output head", "correction"))
+        return {
+            "acceptance_length": sum(self.lengths) / len(self.lengths),
+            "prompts_with_the_same_tokens": self.agreed,
+            "ms": {
+                **{name: 1e3 * median[name] for name in PARTS},
+                "rest": 1e3 * (whole - draft - median["verify"]),
+                "round": 1e3 * whole,
+                "own pass over the same tokens": 1e3 * own,
+            },
+            "ratios": {
+                "round beyond the own pass, of that pass": (whole - own) / own,
+                "drafting, of the own pass": draft / own,
+                "correction, of drafting": median["correction"] / draft,
+                "speedup of decoding": sum(self.plain) / sum(self.assisted),
+            },
+        }
 
 
 def measure(arguments):
-    target, tokenizer, drafter = load(arguments)
+    target, tokenizer, drafters = load(arguments)
+    device = target.device
     prompts = [json.loads(line)["prompt"] for line in Path(arguments.prompts).read_text().splitlines()]
     kwargs = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
-    length = drafter.config.num_draft_tokens + 1
-    parts, rounds, plain_seconds, assisted_seconds, passes, singles = defaultdict(list), [], [], [], [], []
-    lengths, agreed, new_tokens = [], 0, 0
+    measured, singles = {name: Measured() for name in drafters}, []
     for number, prompt in enumerate([prompts[0], *prompts[: arguments.num_prompts]]):
         chat = [{"role": "user", "content": prompt}]
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        inputs = inputs.to(target.device)
+        inputs = inputs.to(device)
         prompt_length = inputs["input_ids"].shape[1]
-        start = now(target.device)
+        start = now(device)
         plain = target.generate(**inputs, **kwargs)
-        plain_time = now(target.device) - start
+        plain_time = now(device) - start
         context = prompt_length + (plain.shape[1] - prompt_length) // 2
-        passes_now = own_pass(target, context, length), own_pass(target, context, 1)
-        with_oracle = nullcontext() if arguments.drafter else oracle(plain[0, prompt_length:], arguments.oracle_rate)
-        with with_oracle, track_acceptance() as acceptance, timed_parts(target.device) as seconds:
-            start = now(target.device)
-            assisted = target.generate(**inputs, **kwargs, assistant_model=drafter)
-            assisted_time = now(target.device) - start
-        if number == 0:  # warm-up
-            continue
-        prefill = seconds["verify"][0]
-        for name, values in seconds.items():
-            parts[name] += values[1:] if name in ("verify", "features", "backbone") else values
-        rounds.append((assisted_time - prefill) / len(acceptance.lengths))
-        plain_seconds.append(plain_time - prefill)
-        assisted_seconds.append(assisted_time - prefill)
-        passes.append(passes_now[0])
-        singles.append(passes_now[1])
-        lengths += acceptance.lengths
-        same = min(plain.shape[1], assisted.shape[1])
-        first = (plain[0, :same] != assisted[0, :same]).nonzero()
-        first = first[0].item() - prompt_length if len(first) else None
-        agreed += first is None and plain.shape == assisted.shape
-        new_tokens += plain.shape[1] - prompt_length
-        if number <= arguments.show:
-            show(prompt, tokenizer, plain, assisted, prompt_length, acceptance, first)
-    median = {name: statistics.median(values) for name, values in parts.items()}
-    whole = statistics.median(rounds)
-    own, single = statistics.median(passes), statistics.median(singles)
-    draft = sum(median[name] for name in ("features", "backbone", "output head", "correction"))
+        singles.append(own_pass(target, context, 1))
+        for name, drafter in drafters.items():
+            own = own_pass(target, context, drafter.config.num_draft_tokens + 1)
+            drafts = nullcontext() if arguments.drafter else oracle(plain[0, prompt_length:], arguments.oracle_rate)
+            with drafts, track_acceptance() as acceptance, timed_parts(device) as seconds:
+                start = now(device)
+                assisted = target.generate(**inputs, **kwargs, assistant_model=drafter)
+                assisted_time = now(device) - start
+            if number == 0:  # warm-up
+                continue
+            of, prefill = measured[name], seconds["verify"][0]
+            # The first call of each of these reads the prompt.
+            for part, values in seconds.items():
+                of.parts[part] += values[1:] if part in ("verify", "features", "backbone") else values
+            of.rounds.append((assisted_time - prefill) / len(acceptance.lengths))
+            of.own.append(own)
+            of.plain.append(plain_time - prefill)
+            of.assisted.append(assisted_time - prefill)
+            of.lengths += acceptance.lengths
+            of.agreed += torch.equal(plain, assisted)
+            if number <= arguments.show and name == next(iter(drafters)):
+                show(prompt, tokenizer, plain, assisted, prompt_length, acceptance)
     return {
         "target": str(arguments.target or "SmolLM2-135M-Instruct"),
-        "drafter": arguments.drafter or f"random, oracle at {arguments.oracle_rate}",
+        "drafter": arguments.drafter
+        or f"random weights, 3 layers; drafts of an oracle, right at {arguments.oracle_rate}",
         "dtype": arguments.dtype,
-        "block_size": drafter.config.block_size,
-        "tokens_verified": length,
-        "prompts": len(rounds),
+        "prompts": arguments.num_prompts,
         "max_new_tokens": arguments.max_new_tokens,
-        "threads": torch.get_num_threads(),
-        "machine": f"{platform.machine()}, {arguments.device}",
+        "machine": f"{platform.machine()}, {device.type}, {torch.get_num_threads()} threads",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "acceptance_length": sum(lengths) / len(lengths),
-        "prompts_with_the_same_tokens": agreed,
-        "ms": {
-            **{name: 1e3 * value for name, value in median.items()},
-            "rest": 1e3 * (whole - draft - median["verify"]),
-            "round": 1e3 * whole,
-            "own pass over the same tokens": 1e3 * own,
-            "own pass over 1 token": 1e3 * single,
-        },
-        "ratios": {
-            "round beyond the own pass, of that pass": (whole - own) / own,
-            "drafting, of the own pass": draft / own,
-            "correction, of drafting": median["correction"] / draft,
-            "speedup of decoding": sum(plain_seconds) / sum(assisted_seconds),
-        },
+        "own pass over 1 token, ms": 1e3 * statistics.median(singles),
+        "results": {name: of.summary() for name, of in measured.items()},
     }
 
 
-def show(prompt, tokenizer, plain, assisted, prompt_length, acceptance, first):
-    print(f"\n## {prompt}\n")
+def show(prompt, tokenizer, plain, assisted, prompt_length, acceptance):
+    print(f"\n{prompt}\n")
     for name, ids in (("plain", plain), ("assisted", assisted)):
-        print(f"{name}: {tokenizer.decode(ids[0, prompt_length:])}\n")
-    print(f"first difference: {'none' if first is None else f'new token {first}'}; rounds: {acceptance.lengths}")
+        print(f"{name}: {tokenizer.decode(ids[0, prompt_length:], skip_special_tokens=True)}\n")
+    both = min(plain.shape[1], assisted.shape[1])
+    differs = (plain[0, :both] != assisted[0, :both]).nonzero()
+    print(f"first difference: {f'new token {differs[0].item() - prompt_length}' if len(differs) else 'none'}")
+    print(f"tokens kept in each round: {acceptance.lengths}")
 
 
 def main():
@@ -184,7 +207,14 @@ def main():
     parser.add_argument("--prompts", default=here / "prompts.jsonl", help="JSON lines with a `prompt`")
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--block-size", type=int, default=8, help="of the random drafter")
+    parser.add_argument("--block-sizes", type=int, nargs="+", default=[8, 16], help="of the random drafters")
+    parser.add_argument(
+        "--variants",
+        type=lambda text: tuple(None if part == "all" else int(part) for part in text.split("/")),
+        nargs="+",
+        default=[(None, None), (64, None), (64, 4096)],
+        help="correction candidates / draft vocabulary, as in all/all 64/4096",
+    )
     parser.add_argument("--oracle-rate", type=float, default=0.75)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -192,12 +222,15 @@ def main():
     parser.add_argument("--out", help="JSON file to write")
     arguments = parser.parse_args()
     result = measure(arguments)
-    print()
-    for group in ("ms", "ratios"):
-        for name, value in result[group].items():
-            print(f"{name:42s} {value:8.2f}" + (" ms" if group == "ms" else ""))
-    print(f"{'acceptance length':42s} {result['acceptance_length']:8.2f}")
-    print(f"same tokens as plain: {result['prompts_with_the_same_tokens']} of {result['prompts']} prompts")
+    print(f"\ntarget's own pass over 1 token: {result['own pass over 1 token, ms']:.1f} ms")
+    for name, of in result["results"].items():
+        print(f"\n{name}")
+        print("  ms      " + ", ".join(f"{part} {value:.1f}" for part, value in of["ms"].items()))
+        print("  ratios  " + ", ".join(f"{ratio} {value:.2f}" for ratio, value in of["ratios"].items()))
+        print(
+            f"  acceptance length {of['acceptance_length']:.2f}, same tokens as plain on "
+            f"{of['prompts_with_the_same_tokens']} of {result['prompts']} prompts"
+        )
     if arguments.out:
         Path(arguments.out).write_text(json.dumps(result, indent=2) + "\n")
 

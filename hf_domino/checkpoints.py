@@ -149,7 +149,24 @@ def load_drafter(cls, load, name_or_path, config, model_args, kwargs):
             f"{name_or_path} has no Domino head ({', '.join(missing)}): a warm start from a DFlash drafter. The new "
             "head starts as the identity."
         )
-    return load(name_or_path, *model_args, config=config, use_safetensors=True, key_mapping=dict(_CONTAINERS), **kwargs)
+    loaded = load(
+        name_or_path, *model_args, config=config, use_safetensors=True, key_mapping=dict(_CONTAINERS), **kwargs
+    )
+    drafter = loaded[0] if isinstance(loaded, tuple) else loaded
+    if drafter.draft_vocabulary is not None:
+        check_draft_vocabulary(drafter.draft_vocabulary, config.vocab_size)
+    return loaded
+
+
+def check_draft_vocabulary(token_ids, vocab_size) -> None:
+    """Raise a `ValueError` unless these are at least two distinct token ids, [D]."""
+    if len(token_ids) < 2 or len(token_ids.unique()) != len(token_ids):
+        raise ValueError(f"A draft vocabulary must be at least two distinct token ids, but has {len(token_ids)} ids.")
+    if not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
+        raise ValueError(
+            f"A draft vocabulary must hold token ids from 0 to {vocab_size - 1}, but has ids from {token_ids.min()} to "
+            f"{token_ids.max()}."
+        )
 
 
 def _check_weights(cls, config, name_or_path, variant, hub_kwargs) -> list[str]:
@@ -171,8 +188,8 @@ def _check_weights(cls, config, name_or_path, variant, hub_kwargs) -> list[str]:
             problems += [] if name.startswith(ignored) else [f"{name} is no tensor of this drafter"]
         elif shape != expected[name]:
             problems.append(f"{name} has shape {shape} instead of {expected[name]}")
-        elif not re.fullmatch(r"B?F\d+", dtype):
-            problems.append(f"{name} holds {dtype} instead of floating point numbers")
+        elif not re.fullmatch("I64" if name == "draft_vocabulary" else r"B?F\d+", dtype):
+            problems.append(f"{name} holds {dtype} instead of {'ids' if name == 'draft_vocabulary' else 'numbers'}")
     missing = [name for name in expected if name not in found]
     # A head is there as a whole or not at all.
     may_miss = set() if head & found else head

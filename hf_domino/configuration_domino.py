@@ -92,6 +92,11 @@ class DominoConfig(PreTrainedConfig):
             `pure_draft_prefix_len`).
         causal_state_size (`int`): Width of the GRU's causal state (public name: `gru_hidden_dim`).
         correction_rank (`int`): Rank of the correction (public name: `emb_dim`).
+        num_correction_candidates (`int`, *optional*): Correct only so many of a slot's largest base logits and choose
+            among them. Default: all, which is exact. A `GenerationConfig(num_correction_candidates=...)` sets it for a
+            call.
+        draft_vocabulary_size (`int`, *optional*): Tokens of the draft vocabulary that is saved with the weights, see
+            [`DominoDrafter.set_draft_vocabulary`]. Default: the drafter has none and drafts any token.
 
     The backbone:
 
@@ -126,6 +131,8 @@ class DominoConfig(PreTrainedConfig):
     num_uncorrected_tokens: int = 1
     causal_state_size: int = 1024
     correction_rank: int = 256
+    num_correction_candidates: int | None = None
+    draft_vocabulary_size: int | None = None
 
     hidden_size: int = 4096
     intermediate_size: int = 12288
@@ -158,6 +165,7 @@ class DominoConfig(PreTrainedConfig):
         if self.target_hidden_size is None:
             self.target_hidden_size = self.hidden_size
         self._check_values()
+        self._check_optional_sizes()
         self._check_mask_token()
         self._check_heads()
         self._check_target_layers()
@@ -183,6 +191,12 @@ class DominoConfig(PreTrainedConfig):
             value = getattr(self, field)
             if not any(type(value) is type(choice) and value == choice for choice in choices):
                 _refuse(field, f"one of {', '.join(map(str, choices))}", value)
+
+    def _check_optional_sizes(self):
+        for field in ("num_correction_candidates", "draft_vocabulary_size"):
+            value = getattr(self, field)
+            if value is not None and not _is_int(value, 2, self.vocab_size):
+                _refuse(field, f"an integer from 2 to {self.vocab_size} (vocab_size)", value)
 
     def _check_mask_token(self):
         if not _is_int(self.mask_token_id, 0, self.vocab_size - 1):

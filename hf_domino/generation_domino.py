@@ -40,6 +40,16 @@ class DominoCandidateGenerator(CandidateGenerator):
         # Greedy verification compares tokens; rejection sampling needs the distribution that the drafts came from.
         self.returns_logits = self.do_sample
         self.logits_processor = logits_processor if logits_processor is not None else LogitsProcessorList()
+        self.num_candidates = getattr(
+            generation_config, "num_correction_candidates", self.config.num_correction_candidates
+        )
+        # Of a draft vocabulary, only the rows of the output head and of the correction are read.
+        self.vocabulary, self.head, self.output_weight = drafter.draft_vocabulary, self.target, None
+        if self.vocabulary is not None:
+            self.head = self.target.restrict(self.vocabulary)
+            if self.config.head == "domino":
+                self.output_weight = drafter.embed_proj[2].weight[self.vocabulary]
+            self.vocabulary = self.vocabulary.to(self.target.device)
         self.context = context if context is not None else ContextCache(self.config.num_hidden_layers)
         self.new_features = []
         self.has_read_prompt = False
@@ -91,14 +101,16 @@ class DominoCandidateGenerator(CandidateGenerator):
     def update_candidate_strategy(self, input_ids, scores, num_matches) -> None:
         """Part of transformers' protocol; the block does not change during a call."""
 
-    def draft(self, input_ids, count) -> tuple[torch.Tensor, torch.Tensor]:
-        """One round: backbone, base logits, correction. Returns tokens [1, count] and their logits [1, count, V]."""
+    def draft(self, input_ids, count) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One round: backbone, base logits, correction.
+
+        Returns tokens [1, count], and where verification needs them the logits they were chosen from, [1, count, V].
+        """
         block = input_ids.new_full((1, self.config.block_size), self.config.mask_token_id)
         block[:, 0] = input_ids[:, -1]
         embeddings = self.target.embed(block)
         hidden = self.backbone(embeddings)[:, self.config.first_draft_slot :][:, :count]
-        base_logits = self.base_logits(hidden)
-        return self.correct(hidden, base_logits, embeddings[:, 0], input_ids)
+        return self.correct(hidden, self.base_logits(hidden), embeddings[:, 0], input_ids)
 
     def backbone(self, embeddings) -> torch.Tensor:
         """[1, L, H] -> [1, L, H]; the features observed since the last round join the context."""
@@ -107,27 +119,47 @@ class DominoCandidateGenerator(CandidateGenerator):
         return self.drafter(embeddings, features, self.context)
 
     def base_logits(self, hidden) -> torch.Tensor:
-        """The target's own head on the drafter's vectors, [1, n, H] -> [1, n, V] in float32."""
-        return self.target.base_logits(hidden).float()
+        """The target's own head on the drafter's vectors, [1, n, H] -> [1, n, D] in float32, D the draft vocabulary."""
+        return self.head.base_logits(hidden).float()
 
-    def correct(self, hidden, base_logits, anchor_embedding, input_ids) -> tuple[torch.Tensor, torch.Tensor]:
+    def correct(self, hidden, base_logits, anchor_embedding, input_ids) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Choose the drafts one by one, each corrected by those before it."""
         if self.config.head == "none" and not self.logits_processor:
-            return self.choose(base_logits[0], None)[0][None], base_logits
+            tokens, logits = self.choose(base_logits[0])
+            return tokens[None], logits[None]
 
-        def choose(logits, drafted):
+        def choose(logits, drafted, columns):
             prefix = torch.cat([input_ids, drafted.to(input_ids.device)], dim=-1) if self.logits_processor else None
-            return self.choose(logits, prefix)
+            return self.choose(logits, columns, prefix)
 
-        return self.drafter.roll_out(hidden, base_logits, anchor_embedding, choose, self.target.embed)
+        tokens, logits = self.drafter.roll_out(
+            hidden, base_logits, anchor_embedding, choose, self.target.embed, self.num_candidates, self.output_weight
+        )
+        return tokens, torch.stack(logits, dim=1) if self.returns_logits else None
 
-    def choose(self, logits, prefix) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pick a token for each row of logits [n, V] as the target would: processed, then sampled or the largest."""
+    def choose(self, logits, columns=None, prefix=None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pick a token for each row of logits as the target would: processed, then sampled or the largest.
+
+        Args:
+            logits: [n, K], of all tokens or of some.
+            columns: [n, K], which of the base logits they are; None for all.
+            prefix: [n, T], the tokens before, where there are processors.
+
+        Returns:
+            Tokens [n] and the logits they were chosen from: [n, V] where a processor or verification needs them.
+        """
+        token_ids = columns
+        if self.vocabulary is not None:
+            token_ids = self.vocabulary.expand(len(logits), -1) if columns is None else self.vocabulary[columns]
+        if token_ids is not None and (self.logits_processor or self.returns_logits):
+            everywhere = logits.new_full((len(logits), self.config.vocab_size), -float("inf"))
+            logits, token_ids = everywhere.scatter(1, token_ids, logits), None
         if self.logits_processor:
             logits = self.logits_processor(prefix, logits)
-        if not self.do_sample:
-            return logits.argmax(dim=-1), logits
-        return torch.multinomial(logits.softmax(dim=-1), num_samples=1)[:, 0], logits
+            # Where nothing that may be drafted is allowed, any draft will do: it is rejected.
+            logits = logits.masked_fill(logits.isneginf().all(dim=-1, keepdim=True), 0.0)
+        picks = logits.softmax(dim=-1).multinomial(1) if self.do_sample else logits.argmax(dim=-1, keepdim=True)
+        return (picks if token_ids is None else token_ids.gather(1, picks))[:, 0], logits
 
 
 def draft_length(config, generation_config) -> int:

@@ -21,7 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from .checkpoints import TARGET_COPIES, load_drafter
+from .checkpoints import TARGET_COPIES, check_draft_vocabulary, load_drafter
 from .configuration_domino import DominoConfig
 from .initialization import copy_from_target, fields_from_target
 
@@ -164,37 +164,55 @@ class DominoHead:
         corrected = logits[:, uncorrected:] + self.embed_proj[2](features).to(logits)
         return torch.cat([logits[:, :uncorrected], corrected], dim=1)
 
-    def roll_out(self, hidden, base_logits, anchor_embedding, choose, embed) -> tuple[torch.Tensor, torch.Tensor]:
+    def roll_out(
+        self, hidden, base_logits, anchor_embedding, choose, embed, num_candidates=None, output_weight=None
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Draft token by token. Nothing here waits for the device.
 
         Args:
             hidden: [B, n, H].
             base_logits: [B, n, V] in float32.
             anchor_embedding: [B, H].
-            choose: maps (logits [B, V], tokens so far [B, j]) to (token [B], logits it was chosen from [B, V]).
+            choose: maps (logits [B, K], tokens so far [B, j], columns [B, K]) to (token [B], logits it was chosen
+                from). `columns` says which columns of the base logits these are; None: all of them, K = V.
             embed: maps token ids [B] to embeddings [B, H].
+            num_candidates: K, correct only so many of a slot's largest base logits and choose among them. The matrix
+                W2, as wide as the vocabulary, is then not read for every slot. Default: correct and offer all.
+            output_weight: [V, rank], rows of W2 where the base logits are those of some tokens only.
 
         Returns:
-            Drafted tokens [B, n] and the logits that each was chosen from, [B, n, V].
+            Drafted tokens [B, n] and a list of n logits, what `choose` chose each from.
         """
         batch, count = hidden.shape[:2]
         tokens = torch.empty(batch, count, dtype=torch.long, device=base_logits.device)
         chosen_from = []
+        shortlist = None
+        if self.config.head == "domino" and num_candidates is not None and num_candidates < base_logits.shape[-1]:
+            best, shortlist = base_logits.topk(num_candidates, dim=-1)
+            weight = self.embed_proj[2].weight if output_weight is None else output_weight
+            best_weight = weight[shortlist.to(weight.device)]
         state = hidden.new_zeros(batch, self.config.causal_state_size)
         embedding = anchor_embedding
         for j in range(count):
-            logits = base_logits[:, j]
+            logits, columns = base_logits[:, j], None
             if self.config.head == "domino":
                 gru = self.prefix_gru
                 state = torch.gru_cell(embedding.to(hidden), state, gru.weight_ih_l0, gru.weight_hh_l0)
                 if j >= self.config.num_uncorrected_tokens:
-                    correction = self.embed_proj(torch.cat([hidden[:, j], state], dim=-1))
+                    features = self.embed_proj[1](self.embed_proj[0](torch.cat([hidden[:, j], state], dim=-1)))
+                    if shortlist is not None:
+                        logits, columns = best[:, j], shortlist[:, j]
+                        correction = torch.einsum("bkr,br->bk", best_weight[:, j], features)
+                    elif output_weight is not None:
+                        correction = nn.functional.linear(features, output_weight)
+                    else:
+                        correction = self.embed_proj[2](features)
                     logits = logits + correction.to(logits)
-            tokens[:, j], logits = choose(logits, tokens[:, :j])
+            tokens[:, j], logits = choose(logits, tokens[:, :j], columns)
             chosen_from.append(logits)
             if self.config.head == "domino" and j + 1 < count:
                 embedding = embed(tokens[:, j])
-        return tokens, torch.stack(chosen_from, dim=1)
+        return tokens, chosen_from
 
 
 class DominoDrafter(DominoHead, PreTrainedModel):
@@ -228,7 +246,27 @@ class DominoDrafter(DominoHead, PreTrainedModel):
                 nn.SiLU(),
                 nn.Linear(config.correction_rank, config.vocab_size, bias=False),
             )
+        size = config.draft_vocabulary_size
+        self.register_buffer("draft_vocabulary", None if size is None else torch.arange(size))
         self.post_init()
+
+    def set_draft_vocabulary(self, token_ids) -> None:
+        """Draft these tokens only. They are saved with the weights; other tokens are simply never drafted.
+
+        The rows of the output head and of the correction that are read in a round shrink with it. Nothing is retrained,
+        and what the target accepts stays as it is.
+
+        Args:
+            token_ids: distinct ids below `vocab_size`, a list or a tensor [D]; None for the whole vocabulary.
+
+        Raises:
+            ValueError: ids are repeated, out of range, or fewer than two.
+        """
+        if token_ids is not None:
+            token_ids = torch.as_tensor(token_ids, dtype=torch.long).flatten().to(self.device)
+            check_draft_vocabulary(token_ids, self.config.vocab_size)
+        self.draft_vocabulary = token_ids
+        self.config.draft_vocabulary_size = None if token_ids is None else len(token_ids)
 
     def _init_weights(self, module):
         super()._init_weights(module)

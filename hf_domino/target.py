@@ -4,7 +4,10 @@ Generation and training both ask here, so that they ask in the same way. The tar
 through their weights: quantised, offloaded and tied ones then just work.
 """
 
+import copy
+
 import torch
+from torch import nn
 from transformers.utils import output_capturing
 
 # Factors that a family's forward applies outside its embedding and head modules, by the name of the config field.
@@ -73,6 +76,23 @@ class Target:
             logits = logits * scaling if self.config.model_type == "hyperclovax" else logits / scaling
         cap = getattr(self.config, "final_logit_softcapping", None)
         return cap * torch.tanh(logits / cap) if cap else logits
+
+    def restrict(self, token_ids: torch.Tensor) -> "Target":
+        """This target with the base logits of some tokens only, [..., H] -> [..., len(token_ids)].
+
+        The rows of a plain output head are gathered once; another kind of head computes all logits and drops the rest.
+        """
+        restricted = copy.copy(self)
+        head = self.head
+        if type(head) is not nn.Linear or head.weight.is_meta:
+            restricted.head = lambda hidden: (logits := head(hidden))[..., token_ids.to(logits.device)]
+            return restricted
+        rows = token_ids.to(head.weight.device)
+        restricted.head = nn.Linear(head.in_features, len(rows), bias=head.bias is not None, device="meta")
+        restricted.head.weight = nn.Parameter(head.weight.detach()[rows], requires_grad=False)
+        if head.bias is not None:
+            restricted.head.bias = nn.Parameter(head.bias.detach()[rows], requires_grad=False)
+        return restricted
 
     def _factors(self, names):
         values = (getattr(self.config, name, None) for name in names)

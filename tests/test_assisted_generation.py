@@ -200,8 +200,8 @@ def test_processors_act_on_drafts(target, drafter):
     seen = []
     choose = hf_domino.DominoCandidateGenerator.choose
 
-    def spy(self, logits, prefix):
-        out = choose(self, logits, prefix)
+    def spy(self, logits, *where):
+        out = choose(self, logits, *where)
         seen.append(out[0].item())
         return out
 
@@ -366,6 +366,7 @@ def test_padding_does_not_change_the_drafts(target, drafter):
     draft = hf_domino.DominoCandidateGenerator.draft
 
     def spy(self, input_ids, count):
+        self.returns_logits = True
         drafts.append(draft(self, input_ids, count))
         return drafts[-1]
 

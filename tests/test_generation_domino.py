@@ -14,7 +14,9 @@ def drafted_rounds(target, drafter, **kwargs):
     rounds, draft = [], DominoCandidateGenerator.draft
 
     def spy(self, input_ids, count):
+        self.returns_logits, returns_logits = True, self.returns_logits
         rounds.append((input_ids, *draft(self, input_ids, count)))
+        self.returns_logits = returns_logits
         return rounds[-1][1:]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -64,10 +66,12 @@ def test_sampled_drafts_condition_the_ones_behind_them():
     assert differs
 
 
-def test_no_host_synchronisation_in_the_slot_loop(monkeypatch):
-    """Rule 7: a tensor must not become a Python number between the first and the last slot."""
+@pytest.mark.parametrize("fields", ({}, {"num_correction_candidates": 5}), ids=("all tokens", "shortlist"))
+def test_no_host_synchronisation_in_the_slot_loop(monkeypatch, fields):
+    """Nothing waits for the device: no tensor becomes a Python number between the first and the last slot."""
     target = tiny_target()
-    drafter = tiny_drafter(target)
+    drafter = tiny_drafter(target, **fields)
+    drafter.set_draft_vocabulary(range(1, 40))
     inside, roll_out = [], hf_domino.DominoDrafter.roll_out
 
     def guarded(self, *args):

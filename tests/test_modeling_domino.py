@@ -240,8 +240,8 @@ def test_new_head_is_the_identity(target):
     drafter = DominoDrafter(config)
     hidden, base = block(drafter), torch.randn(1, 8, VOCAB)
     embed = torch.nn.Embedding(VOCAB, config.hidden_size)
-    tokens, logits = drafter.roll_out(hidden, base, hidden[:, 0], lambda logits, _: (logits.argmax(-1), logits), embed)
-    assert torch.equal(logits, base)
+    tokens, logits = drafter.roll_out(hidden, base, hidden[:, 0], lambda row, *_: (row.argmax(-1), row), embed)
+    assert torch.equal(torch.stack(logits, dim=1), base)
     assert torch.equal(tokens, base.argmax(-1))
     assert torch.equal(drafter.teacher_forced(hidden, base, hidden), base)
 
@@ -551,13 +551,13 @@ def drafted(target, drafter, batch=1):
     hidden = drafter(embeddings, features(drafter, 5, batch))[:, drafter.config.first_draft_slot :]
     base = asked.base_logits(hidden).float()
 
-    def greedy(logits, so_far):
+    def greedy(logits, so_far, columns):
         return logits.argmax(-1), logits
 
     with poisoned_memory():
         tokens, logits = drafter.roll_out(hidden, base, embeddings[:, 0], greedy, asked.embed)
     read = torch.cat([embeddings[:, :1], asked.embed(tokens[:, :-1])], dim=1)
-    return hidden, base, read, tokens, logits
+    return hidden, base, read, tokens, torch.stack(logits, dim=1)
 
 
 @pytest.mark.parametrize("uncorrected", [0, 1, 2])
@@ -615,7 +615,7 @@ def test_chosen_token_is_the_one_that_the_state_reads(target):
     picks = torch.tensor([4, 9, 2, 7, 1, 8, 3, 6])
     prefixes = []
 
-    def choose(logits, so_far):
+    def choose(logits, so_far, columns):
         prefixes.append(so_far.clone())
         return picks[so_far.shape[1]][None], 2 * logits
 
@@ -624,7 +624,9 @@ def test_chosen_token_is_the_one_that_the_state_reads(target):
     assert torch.equal(tokens[0], picks)
     assert [prefix[0].tolist() for prefix in prefixes] == [picks[:j].tolist() for j in range(8)]
     read = torch.cat([anchor, asked.embed(picks[None, :-1])], dim=1)
-    torch.testing.assert_close(logits, 2 * drafter.teacher_forced(hidden, base, read), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        torch.stack(logits, dim=1), 2 * drafter.teacher_forced(hidden, base, read), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -19,20 +19,28 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def target():
+def sampling_target():
     # Narrow weights: every token has a chance.
     return tiny_target(vocab_size=VOCAB, initializer_range=0.15, num_hidden_layers=2, num_attention_heads=2)
 
 
-@pytest.fixture(scope="module")
-def drafter(target):
+def sampling_drafter(target, **overrides):
     """Its distribution is near the target's but not the same: drafts are accepted often, and often not."""
-    fields = {"block_size": 4, "num_hidden_layers": 1, "target_layer_ids": [0]}
+    fields = {"block_size": 4, "num_hidden_layers": 1, "target_layer_ids": [0], **overrides}
     drafter = tiny_drafter(target, mask_token_id=MASK, **fields)
     with torch.no_grad():
         drafter.embed_proj[2].weight.mul_(0.5)
     return drafter
+
+
+@pytest.fixture(scope="module")
+def target():
+    return sampling_target()
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    return sampling_drafter(target)
 
 
 class Tilt(LogitsProcessor):

@@ -34,7 +34,7 @@ def oracle(continuation: torch.Tensor, rate: float = 1.0, seed: int = 0):
         truth = continuation[done : done + count].to(tokens.device)
         wrong = (torch.rand(len(truth), generator=generator) >= rate).to(tokens.device)
         tokens = tokens.clone()
-        tokens[0, : len(truth)] = torch.where(wrong, (truth + 1) % logits.shape[-1], truth)
+        tokens[0, : len(truth)] = torch.where(wrong, (truth + 1) % self.config.vocab_size, truth)
         return tokens, logits
 
     DominoCandidateGenerator.draft = spoilt

@@ -4,7 +4,6 @@ Sources: Domino, arXiv 2605.29707, section 4; anchors and position weights: DFla
 Shapes: B sequences of T tokens, A anchors, L slots of a block, n drafted tokens, H width, V vocabulary, c rows a chunk.
 """
 
-import copy
 import hashlib
 from functools import partial
 
@@ -216,7 +215,7 @@ class DraftingObjective(nn.Module):
             self.loss_vocabulary = loss_vocabulary.unique().to(drafter.device)
             self.loss_rows = torch.full((drafter.config.vocab_size,), -1, device=drafter.device)
             self.loss_rows[self.loss_vocabulary] = torch.arange(len(self.loss_vocabulary), device=drafter.device)
-            self.loss_target = restrict_head(target, self.loss_vocabulary)
+            self.loss_target = target.restrict(self.loss_vocabulary)
         self._no_split_modules = drafter._no_split_modules
 
     @property
@@ -353,22 +352,6 @@ def summarize(sums: dict[str, torch.Tensor], by_slot: bool = False) -> dict[str,
             accuracy = sums["hits"][i] / sums["drafts"].clamp(min=1)
             means |= {f"{prefix}accuracy_{j}": value for j, value in enumerate(accuracy.tolist(), start=1)}
     return means
-
-
-def restrict_head(target, vocabulary):
-    """A target whose base logits are those of some tokens only, [..., H] -> [..., len(vocabulary)]."""
-    restricted = copy.copy(target)
-    head = target.head
-    if type(head) is nn.Linear:
-        with torch.no_grad():
-            rows = vocabulary.to(head.weight.device)
-            restricted.head = nn.Linear(head.in_features, len(rows), bias=head.bias is not None, device="meta")
-            restricted.head.weight = nn.Parameter(head.weight[rows], requires_grad=False)
-            if head.bias is not None:
-                restricted.head.bias = nn.Parameter(head.bias[rows], requires_grad=False)
-    else:
-        restricted.head = lambda hidden: (logits := head(hidden))[..., vocabulary.to(logits.device)]
-    return restricted
 
 
 class _InChunks(torch.autograd.Function):

@@ -56,7 +56,7 @@ def _draft(drafter, target, input_ids, anchors, features, context, use_head) -> 
     if not use_head or drafter.config.head == "none":
         return base_logits.argmax(-1)
 
-    def choose(logits, drafted):
+    def choose(logits, drafted, columns):
         return logits.argmax(-1), logits
 
     return drafter.roll_out(hidden, base_logits, target.embed(tokens[:, 0]), choose, target.embed)[0]
