@@ -188,8 +188,10 @@ def _check_weights(cls, config, name_or_path, variant, hub_kwargs) -> list[str]:
             problems += [] if name.startswith(ignored) else [f"{name} is no tensor of this drafter"]
         elif shape != expected[name]:
             problems.append(f"{name} has shape {shape} instead of {expected[name]}")
-        elif not re.fullmatch("I64" if name == "draft_vocabulary" else r"B?F\d+", dtype):
-            problems.append(f"{name} holds {dtype} instead of {'ids' if name == 'draft_vocabulary' else 'numbers'}")
+        elif name == "draft_vocabulary" and dtype != "I64":
+            problems.append(f"{name} holds {dtype} instead of token ids, I64")
+        elif name != "draft_vocabulary" and not re.fullmatch(r"B?F\d+", dtype):
+            problems.append(f"{name} holds {dtype} instead of floating point numbers")
     missing = [name for name in expected if name not in found]
     # A head is there as a whole or not at all.
     may_miss = set() if head & found else head

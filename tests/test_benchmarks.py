@@ -1,6 +1,7 @@
 """The benchmark scripts run, at a tiny size."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +47,8 @@ def test_round_time(folder, tmp_path, with_drafter):
         command += ["--drafter", tmp_path / "drafter"]
     else:
         command += ["--block-sizes", "4", "--oracle-rate", "1.0"]
-    out = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    out = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert out.returncode == 0, out.stderr
     results = json.loads((tmp_path / "r").read_text())["results"]
     assert len(results) == 2 and "plain:" in out.stdout and "assisted:" in out.stdout

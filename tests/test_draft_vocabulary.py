@@ -8,8 +8,7 @@ from hf_domino import DominoDrafter, track_acceptance
 from hf_domino.target import Target
 
 from . import test_sampling as sampling
-from .test_generation_domino import drafted_rounds
-from .tiny import MASK, VOCAB, assert_same_as_plain, inputs, tiny_drafter, tiny_target
+from .tiny import MASK, VOCAB, assert_same_as_plain, drafted_rounds, inputs, tiny_drafter, tiny_target
 
 SOME = [1, 3, 5, 8, 13, 21, 34, 55, 89]
 

@@ -4,25 +4,8 @@ import pytest
 import torch
 
 import hf_domino
-from hf_domino import DominoCandidateGenerator
 
-from .tiny import inputs, tiny_drafter, tiny_target
-
-
-def drafted_rounds(target, drafter, **kwargs):
-    """[(input_ids, tokens, logits)] of every round of a generate() call."""
-    rounds, draft = [], DominoCandidateGenerator.draft
-
-    def spy(self, input_ids, count):
-        self.returns_logits, returns_logits = True, self.returns_logits
-        rounds.append((input_ids, *draft(self, input_ids, count)))
-        self.returns_logits = returns_logits
-        return rounds[-1][1:]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DominoCandidateGenerator, "draft", spy)
-        target.generate(**inputs(), **{"do_sample": False, "max_new_tokens": 20, **kwargs}, assistant_model=drafter)
-    return rounds
+from .tiny import drafted_rounds, inputs, tiny_drafter, tiny_target
 
 
 @torch.no_grad()

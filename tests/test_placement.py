@@ -1,7 +1,6 @@
 """Dtypes, quantisation, offloading and caches: a drafter does not mind where its target lives, nor how it is stored."""
 
 import copy
-from unittest import mock
 
 import pytest
 import torch
@@ -9,10 +8,10 @@ from accelerate import cpu_offload, dispatch_model
 from torch import nn
 from transformers.cache_utils import Cache, QuantizedLayer, StaticLayer
 
-from hf_domino import DominoCandidateGenerator, track_acceptance
+from hf_domino import track_acceptance
 from hf_domino.assisted_generation import _CACHE as CACHE
 from tests.families import build_text, text_target
-from tests.tiny import assert_same_as_plain, inputs, no_forward, oracle, tiny_drafter, tiny_target
+from tests.tiny import assert_same_as_plain, drafted_rounds, inputs, no_forward, oracle, tiny_drafter, tiny_target
 
 RATES = (1.0, 0.8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -153,17 +152,7 @@ def test_an_offloaded_drafter_is_refused_before_any_work():
 
 def draft_logits(target, drafter):
     """The logits of all drafts of one call."""
-    drafted = []
-    draft = DominoCandidateGenerator.draft
-
-    def recorded(self, input_ids, count):
-        tokens, logits = draft(self, input_ids, count)
-        drafted.append(logits[0])
-        return tokens, logits
-
-    with mock.patch.object(DominoCandidateGenerator, "draft", recorded):
-        target.generate(**inputs(), do_sample=False, max_new_tokens=12, assistant_model=drafter)
-    return torch.cat(drafted)
+    return torch.cat([logits[0] for _, _, logits in drafted_rounds(target, drafter)])
 
 
 def test_a_drafter_in_train_mode_drafts_without_dropout():

@@ -1,12 +1,13 @@
 """Tiny random targets and drafters, and the comparison with plain decoding."""
 
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from hf_domino import DominoConfig, DominoDrafter, track_acceptance
+from hf_domino import DominoCandidateGenerator, DominoConfig, DominoDrafter, track_acceptance
 from hf_domino.evaluation.oracle import oracle
 
 VOCAB, MASK = 97, 96
@@ -71,3 +72,19 @@ def assert_same_as_plain(target, drafter, rate=0.8, max_new_tokens=24, **kwargs)
         assisted = target.generate(**kwargs, assistant_model=drafter)
     assert torch.equal(plain, assisted), (plain.tolist(), assisted.tolist())
     return acceptance
+
+
+def drafted_rounds(target, drafter, **kwargs):
+    """[(input_ids, tokens [1, n], logits they were chosen from [1, n, V])] of every round of a generate() call."""
+    rounds, draft = [], DominoCandidateGenerator.draft
+
+    def recorded(self, input_ids, count):
+        self.returns_logits, returns_logits = True, self.returns_logits
+        rounds.append((input_ids, *draft(self, input_ids, count)))
+        self.returns_logits = returns_logits
+        return rounds[-1][1:]
+
+    with mock.patch.object(DominoCandidateGenerator, "draft", recorded):
+        kwargs = {**inputs(), "do_sample": False, "max_new_tokens": 20, **kwargs}
+        target.generate(**kwargs, assistant_model=drafter)
+    return rounds
