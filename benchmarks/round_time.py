@@ -205,7 +205,7 @@ def main():
     parser.add_argument("--target", help="folder or Hub id; default: SmolLM2-135M-Instruct")
     parser.add_argument("--drafter", help="folder or Hub id; default: random weights with an oracle")
     parser.add_argument("--prompts", default=here / "prompts.jsonl", help="JSON lines with a `prompt`")
-    parser.add_argument("--num-prompts", type=int, default=8)
+    parser.add_argument("--num-prompts", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[8, 16], help="of the random drafters")
     parser.add_argument(

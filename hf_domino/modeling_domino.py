@@ -293,7 +293,7 @@ class DominoDrafter(DominoHead, PreTrainedModel):
     def from_target(cls, target, tokenizer=None, **overrides) -> "DominoDrafter":
         """A new drafter for a target, in float32, whose layers start as copies of the target's own last ones.
 
-        Its features pass through unchanged at first, so that it starts near the target and learns much faster.
+        One of its features passes through unchanged at first, so that it starts near the target.
 
         Args:
             target: a model with layers of the Llama and Qwen kind.
