@@ -44,7 +44,9 @@ class ContextCache:
         """
         end = self.length + states.shape[-2]
         buffer = self._layers[layer_idx]
-        if buffer is None or buffer.shape[-2] < end:
+        # What an earlier turn wrote in inference mode can be read outside of it, but not written.
+        is_locked = buffer is not None and buffer.is_inference() and not torch.is_inference_mode_enabled()
+        if buffer is None or buffer.shape[-2] < end or is_locked:
             grown = states.new_empty(*states.shape[:-2], max(2 * self.length, end + 256), states.shape[-1])
             if buffer is not None:
                 grown[..., : self.length, :] = buffer[..., : self.length, :]

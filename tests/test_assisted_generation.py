@@ -472,6 +472,27 @@ def test_a_returned_cache_can_be_copied_and_saved(target, drafter):
     assert b"KeptContext" not in pickle.dumps(turn[CACHE])
 
 
+@pytest.mark.parametrize(
+    "first, second", [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)]
+)
+def test_turns_in_and_out_of_inference_mode(target, drafter, first, second):
+    kwargs = {"do_sample": False, "pad_token_id": 95, "return_dict_in_generate": True, "assistant_model": drafter}
+    with first():
+        turn = target.generate(**inputs(), max_new_tokens=6, **kwargs)
+    longer = torch.cat([turn.sequences, torch.tensor([[5, 6, 7]])], dim=1)
+    more = {"input_ids": longer, "attention_mask": torch.ones_like(longer), "max_new_tokens": 12}
+    fresh = target.generate(**more, do_sample=False, pad_token_id=95)
+    with second():
+        out = target.generate(**more, **kwargs, **{CACHE: turn[CACHE]})
+    assert torch.equal(out.sequences, fresh)
+
+
+def test_autocast(target, drafter):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = target.generate(**inputs(), max_new_tokens=12, do_sample=False, assistant_model=drafter)
+    assert out.shape == (1, 19)
+
+
 @pytest.mark.parametrize("rate", RATES)
 def test_chunked_prefill(target, drafter, rate):
     for sliding in ({}, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}):

@@ -141,3 +141,17 @@ def test_mask_token_is_no_draft_to_worry_about(target):
     drafter = tiny_drafter(target)
     drafter.set_draft_vocabulary([*SOME, MASK])
     assert_same_as_plain(target, drafter, 0.8, **inputs())
+
+
+@pytest.mark.parametrize("field", ("num_correction_candidates", "draft_vocabulary_size"))
+@pytest.mark.parametrize("value", (1, 0, -3, VOCAB + 1, 2.5, "many"))
+def test_sizes_out_of_range(target, field, value):
+    with pytest.raises(ValueError, match=rf"DominoConfig\.{field} must be an integer from 2 to {VOCAB}"):
+        tiny_drafter(target, **{field: value})
+
+
+def test_candidates_are_a_setting_of_a_loaded_drafter(target, tmp_path):
+    tiny_drafter(target).save_pretrained(tmp_path)
+    drafter = AutoModel.from_pretrained(tmp_path, num_correction_candidates=3)
+    assert drafter.config.num_correction_candidates == 3
+    assert (~drafted_rounds(target, drafter)[0][2][0, 1:].isneginf()).sum(-1).tolist() == [3] * 7
