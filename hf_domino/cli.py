@@ -2,6 +2,8 @@
 
     hf-domino regenerate --target T --prompts P --out FOLDER     the target answers prompts: training data
     hf-domino train --target T --data FOLDER --out FOLDER        a drafter from that data
+    hf-domino doctor --target T --drafter D                      why a drafter is hardly ever accepted
+    hf-domino card --drafter FOLDER                              its card for the Hub, written or refreshed
 
 Every argument may also stand in a YAML file, `--config FILE`; the command line wins.
 """
@@ -17,10 +19,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
 
 from .configuration_domino import DominoConfig
+from .evaluation.doctor import NEAR_ONE, PROMPTS, diagnose
+from .hub import write_card
 from .modeling_domino import DominoDrafter
 from .target import Target
-from .training.data import load_conversations, read_prompts, regenerate
+from .training.data import SETTINGS_FILE, load_conversations, read_prompts, regenerate
 from .training.features import cache_features
+from .training.recipe import check_recipe, make_recipe, write_recipe
 from .training.trainer import DominoTrainer, DominoTrainingArguments, last_checkpoint
 
 
@@ -75,6 +80,38 @@ class TrainOptions:
     causal_state_size: int | None = _option(None, help="Width of the head's causal state.")
     correction_rank: int | None = _option(None, help="Rank of the head's correction.")
     mask_token_id: int | None = _option(None, help="Default: an id that the target never emits.")
+    license: str | None = _option(None, help='Of the drafter, for its card: "apache-2.0".')
+
+
+@dataclass
+class CardOptions:
+    """Write the README.md of a saved drafter anew, from what its folder and these arguments say."""
+
+    drafter: str = _option(help="The drafter's folder.")
+    target: str | None = _option(None, help="Its target on the Hub. Default: the one it was trained for.")
+    revision: str | None = _option(None, help="The target's, a commit or a tag.")
+    name: str | None = _option(None, help="The drafter's id on the Hub. Default: the folder's name.")
+    license: str | None = _option(None, help='Of the drafter: "apache-2.0".')
+    results: str | None = _option(None, help='A JSON file: {"acceptance": {SET: 2.9, ...}, "speed": {SET: 1.5, ...}}.')
+    overwrite: bool = _option(False, help="Also replace a card that was written or edited by hand.")
+
+
+@dataclass
+class DoctorOptions:
+    """Check a target and a drafter against each other, measure acceptance, and where it is low look for the cause.
+
+    The exit status is 1 where something is wrong.
+    """
+
+    target: str = _option(help="The target: a folder or a model on the Hub.")
+    drafter: str = _option(help="The drafter: a folder or a model on the Hub.")
+    prompts: str | None = _option(None, help="A JSONL or Parquet file, or a data set on the Hub. Default: a few own.")
+    num_prompts: int = _option(4, help="How many of them.")
+    max_new_tokens: int = _option(48, help="Room for each answer.")
+    probe_below: float = _option(NEAR_ONE, help="Look for the cause at an acceptance length below this one.")
+    enable_thinking: bool | None = _option(None, help="For chat templates that know it.")
+    dtype: str = _option("auto", help="Of both.")
+    device: str | None = _option(None, help="Of both. Default: the first accelerator, else the CPU.")
 
 
 # The options that are fields of a drafter's configuration.
@@ -99,6 +136,11 @@ def run_train(options: TrainOptions, args: DominoTrainingArguments) -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     records = list(load_conversations(options.data, tokenizer))
     train_records, eval_records = hold_out(records, options.eval_size)
+    answers = json.loads((Path(options.data) / SETTINGS_FILE).read_text(encoding="utf-8"))["settings"].get("generation")
+    recipe = make_recipe(dataclasses.asdict(options), args, len(records), len(eval_records), answers)
+    checkpoint = args.resume_from_checkpoint or last_checkpoint(options.out)
+    if checkpoint:
+        check_recipe(Path(checkpoint).parent, recipe)
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.dtype).to(args.device)
     set_seed(args.seed)
     drafter = new_drafter(options, target, tokenizer)
@@ -119,18 +161,47 @@ def run_train(options: TrainOptions, args: DominoTrainingArguments) -> None:
     if not eval_records:
         args.eval_strategy = "no"
     trainer = DominoTrainer(drafter, target, args, train_records, eval_records or None, cache)
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint or last_checkpoint(options.out))
+    recipe["data"]["without_anchor"] = trainer.train_dataset.num_skipped
+    recipe["target_revision"] = getattr(target.config, "_commit_hash", None)
+    if trainer.is_world_process_zero():
+        write_recipe(Path(options.out), recipe)
+    trainer.train(resume_from_checkpoint=checkpoint)
     if eval_records:
         trainer.evaluate()
     trainer.drafter.to(getattr(torch, options.save_dtype))
-    trainer.save_model()
     trainer.save_state()  # trainer_state.json holds the curve
+    trainer.save_model()
+    trainer.create_model_card()
     if trainer.is_world_process_zero():
-        recipe = {"options": dataclasses.asdict(options), "arguments": args.to_sanitized_dict()}
-        recipe["data"] = {"conversations": len(records), "held_out": len(eval_records)}
-        recipe["data"]["without_anchor"] = trainer.train_dataset.num_skipped
-        (Path(options.out) / "training_recipe.json").write_text(json.dumps(recipe, indent=2, default=str))
         print(f"The drafter is in {options.out}.")
+
+
+def run_card(options: CardOptions) -> None:
+    about = dataclasses.asdict(options)
+    folder, results = about.pop("drafter"), about.pop("results")
+    if results:
+        found = json.loads(Path(results).read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or not found or found.keys() - {"acceptance", "speed"}:
+            raise ValueError(
+                f'{results} must hold {{"acceptance": {{SET: ...}}, "speed": {{SET: ...}}}}, or one of them.'
+            )
+        about |= found
+    print(f"The card is {write_card(folder, **about)}.")
+
+
+def run_doctor(options: DoctorOptions) -> None:
+    prompts = (read_prompts(options.prompts) if options.prompts else PROMPTS)[: options.num_prompts]
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    models = [
+        kind.from_pretrained(name, dtype=options.dtype).to(options.device or accelerator).eval()
+        for kind, name in ((AutoModelForCausalLM, options.target), (DominoDrafter, options.drafter))
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    diagnosis = diagnose(
+        *models, tokenizer, prompts, options.max_new_tokens, options.enable_thinking, options.probe_below
+    )
+    print(diagnosis)
+    sys.exit(0 if diagnosis.is_healthy else 1)
 
 
 def new_drafter(options: TrainOptions, target, tokenizer) -> DominoDrafter:
@@ -167,6 +238,8 @@ _COMMANDS = {
     "regenerate": (run_regenerate, [RegenerateOptions], {}),
     # Loss and acceptance are worth seeing more often than every 500 steps.
     "train": (run_train, [TrainOptions, DominoTrainingArguments], {"eval_strategy": "epoch", "logging_steps": 10}),
+    "doctor": (run_doctor, [DoctorOptions], {}),
+    "card": (run_card, [CardOptions], {}),
 }
 
 

@@ -1,15 +1,9 @@
 """Checkpoints of every public layout load as published, and nothing that is damaged or hostile does."""
 
-import base64
 import json
-import os
 import pickle
-import subprocess
-import sys
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 import torch
@@ -18,6 +12,7 @@ from transformers import AutoConfig, AutoModel, Qwen3Config
 
 import hf_domino
 from hf_domino import DominoConfig, DominoDrafter
+from tests.hub_stand_in import run_beside_a_hub
 from tests.tiny import MASK, VOCAB, assert_same_as_plain, inputs, tiny_target
 
 BACKBONE = dict(
@@ -683,79 +678,6 @@ def test_code_of_a_folder_is_not_run(tmp_path):
 # The Hub
 
 
-class Hub(BaseHTTPRequestHandler):
-    """As much of the Hub as loading and pushing need, over the folders of `root`."""
-
-    root: Path
-    commit = "0123456789abcdef0123456789abcdef01234567"
-
-    def do_HEAD(self):
-        self.answer_file(with_body=False)
-
-    def do_GET(self):
-        parts = self.path.split("?")[0].strip("/").split("/")
-        if parts[:2] != ["api", "models"]:
-            return self.answer_file(with_body=True)
-        if (folder := self.repo(*parts[2:4])) is not None:
-            siblings = [{"rfilename": file.name} for file in folder.iterdir()]
-            self.answer(200, {"id": "/".join(parts[2:4]), "sha": self.commit, "siblings": siblings, "private": False})
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        parts = self.path.split("?")[0].strip("/").split("/")
-        if parts[-2:] == ["repos", "create"]:
-            name = json.loads(body)["name"]
-            (self.root / "someone" / name).mkdir()
-            self.answer(200, {"url": f"{self.address}/someone/{name}", "name": f"someone/{name}"})
-        elif parts[-1] == "validate-yaml":
-            self.answer(200, {"errors": [], "warnings": []})
-        elif "preupload" in parts:
-            files = [{"path": file["path"], "uploadMode": "regular"} for file in json.loads(body)["files"]]
-            self.answer(200, {"files": [{**file, "shouldIgnore": False} for file in files]})
-        elif "commit" in parts:
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    file = self.root / "/".join(parts[2:4]) / line["value"]["path"]
-                    file.write_bytes(base64.b64decode(line["value"]["content"]))
-            url = "/".join([self.address, *parts[2:4], "commit", self.commit])
-            self.answer(200, {"commitUrl": url, "commitOid": self.commit, "success": True})
-        else:
-            self.answer(404, {})
-
-    @property
-    def address(self):
-        return f"http://{self.headers['Host']}"
-
-    def repo(self, owner, name):
-        if owner == "private":
-            return self.answer(401, {"error": "Repository not found"}, **{"X-Error-Code": "RepoNotFound"})
-        if owner == "gated":
-            return self.answer(403, {"error": "Gated"}, **{"X-Error-Code": "GatedRepo"})
-        if (folder := self.root / owner / name).is_dir():
-            return folder
-        return self.answer(404, {"error": "Repository not found"}, **{"X-Error-Code": "RepoNotFound"})
-
-    def answer_file(self, with_body):
-        owner, name, _, _, filename = self.path.split("?")[0].strip("/").split("/")
-        if (folder := self.repo(owner, name)) is None:
-            return
-        if not (file := folder / filename).is_file():
-            return self.answer(404, {"error": "Entry not found"}, **{"X-Error-Code": "EntryNotFound"})
-        self.answer(200, file.read_bytes(), with_body, **{"X-Repo-Commit": self.commit, "ETag": f'"{filename}"'})
-
-    def answer(self, status, body, with_body=True, **headers):
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.send_response(status)
-        for name, value in {"Content-Length": len(data), "Content-Type": "application/json", **headers}.items():
-            self.send_header(name, str(value))
-        self.end_headers()
-        if with_body and self.command != "HEAD":
-            self.wfile.write(data)
-
-    def log_message(self, *args):
-        pass
-
-
 ON_THE_HUB = """
 import sys, torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
@@ -817,17 +739,7 @@ for name, message in {
 """
 
 
-@pytest.fixture
-def hub(tmp_path):
-    """The address of a Hub whose repositories are the folders of `tmp_path / "hub"`."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("TinyHub", (Hub,), {"root": tmp_path / "hub"}))
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
-def test_drafters_come_from_the_hub_and_go_there(tmp_path, hub):
+def test_drafters_come_from_the_hub_and_go_there(tmp_path):
     repos = tmp_path / "hub" / "someone"
     drafter = by_hand()
     drafter.save_pretrained(repos / "tiny-domino")
@@ -836,15 +748,8 @@ def test_drafters_come_from_the_hub_and_go_there(tmp_path, hub):
     (repos / "pickled" / "model.safetensors").rename(repos / "pickled" / "pytorch_model.bin")
     (repos / "empty").mkdir()
 
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_", "PYTHONPATH"))
-    }
-    environment |= {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "home"), "HF_HUB_CACHE": str(tmp_path / "cache")}
-    environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1"}
     package = str(Path(hf_domino.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-c", ON_THE_HUB, package], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    done = run_beside_a_hub(ON_THE_HUB, tmp_path, package)
     assert done.returncode == 0, done.stderr
     code = {file.name for file in (repos / "tiny-domino").glob("*.py")}
     assert {"modeling_domino.py", "configuration_domino.py", "assisted_generation.py"} <= code

@@ -1,10 +1,11 @@
-"""hf-domino regenerate and train, from the prompts to a drafter that generate() takes."""
+"""hf-domino regenerate, train and card, from the prompts to a drafter that generate() takes."""
 
 import json
 
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from transformers import AutoModel, AutoModelForCausalLM
 
 from hf_domino import DominoDrafter
@@ -69,6 +70,74 @@ def test_from_prompts_to_generation(folders, tmp_path, capsys):
     assert recipe["arguments"]["soft_target_weight"] == 0.5
     target = AutoModelForCausalLM.from_pretrained(folders / "target")
     assert_same_as_plain(target, drafter.float(), **inputs())
+    # The card: the last walk, base and final apart.
+    card = ModelCard.load(out / "README.md")
+    lengths = {result.metric_type: result.metric_value for result in card.data.eval_results}
+    last = state["log_history"][-1]
+    names = ("acceptance_length", "base_acceptance_length")
+    assert lengths == {name: pytest.approx(last[f"eval_{name}"], abs=1e-3) for name in names}
+    assert "| conversations | 12 |" in card.text and "| soft_target_weight | 0.5 |" in card.text
+    assert "| answers: max_new_tokens | 16 |" in card.text and f'"{folders / "target"}"' in card.text
+
+
+def test_a_card_is_refreshed(folders, tmp_path, capsys):
+    out = tmp_path / "drafter"
+    train(folders, out, "--license", "mit", max_steps=1)
+    assert ModelCard.load(out / "README.md").data.license == "mit"
+    results = tmp_path / "results.json"
+    results.write_text(json.dumps({"acceptance": {"gsm8k": 2.5}, "speed": {"gsm8k": 1.5}}))
+    refresh = ["card", "--drafter", str(out), "--target", "someone/target", "--name", "someone/drafter"]
+    main([*refresh, "--license", "apache-2.0", "--results", str(results)])
+    assert f"The card is {out / 'README.md'}" in capsys.readouterr().out
+    card = ModelCard.load(out / "README.md")
+    assert card.data.license == "apache-2.0" and card.data.base_model == "someone/target"
+    assert card.data.model_name == "someone/drafter" and "| gsm8k | 2.50 |  | 1.50 |" in card.text
+    assert "| 1 | " in card.text  # the curve is still there
+
+    edited = (out / "README.md").read_text().replace("## Limits", "## Limits and more")
+    (out / "README.md").write_text(edited)
+    with pytest.raises(SystemExit, match="was edited since"):
+        main(refresh)
+    train(folders, out, "--license", "mit", max_steps=1)  # leaves it too, and says so in the log
+    assert (out / "README.md").read_text() == edited
+    main([*refresh, "--overwrite"])
+    assert "Limits and more" not in (out / "README.md").read_text()
+    for bad in ("[]", '{"gsm8k": 2.5}', "{"):
+        results.write_text(bad)
+        with pytest.raises(SystemExit, match="hf-domino: "):
+            main([*refresh, "--results", str(results)])
+
+
+def test_a_run_goes_on_with_its_own_recipe_only(folders, tmp_path):
+    out = tmp_path / "drafter"
+    train(folders, out, max_steps=2)
+    before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    changed = dict(learning_rate=0.1, lambda_share=0.5, num_hidden_layers=2, per_device_train_batch_size=2)
+    with pytest.raises(SystemExit) as refused:
+        train(folders, out, max_steps=3, **changed)
+    message = str(refused.value)
+    assert "was started with another recipe" in message and "\n" not in message
+    for said in (
+        "learning_rate was 0.0006, now 0.1",
+        "lambda_share was 1.0, now 0.5",
+        "num_hidden_layers was 1, now 2",
+        "max_steps was 2, now 3",
+        "* processes was 4, now 2",
+    ):
+        assert said in message
+    assert message.count(" was ") == 6  # "was started" too
+    with pytest.raises(SystemExit, match="held_out was 2, now 3"):
+        train(folders, out, max_steps=2, eval_size=3)
+    assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before
+    # The same steps in other batches, and what only says where, how often and how fast.
+    same = dict(per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    train(folders, out, max_steps=2, logging_steps=5, save_dtype="float32", **same)
+    assert AutoModel.from_pretrained(out).dtype == torch.float32
+    # A folder without a checkpoint holds no run to go on with.
+    fresh = tmp_path / "fresh"
+    train(folders, fresh, max_steps=1, save_strategy="no")
+    train(folders, fresh, max_steps=1, save_strategy="no", learning_rate=0.1)
+    assert json.loads((fresh / "training_recipe.json").read_text())["arguments"]["learning_rate"] == 0.1
 
 
 def test_the_command_line_wins_over_the_file(folders, tmp_path):

@@ -238,13 +238,13 @@ class ChatFormat:
             )
         self.tokenizer = tokenizer
         self.template_options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        if enable_thinking is not None and not self._knows_thinking():
+        if enable_thinking is not None and not self.knows_thinking():
             raise ValueError(
                 f"The chat template of {tokenizer.name_or_path!r} gives the same text whatever enable_thinking says: "
                 "leave it out."
             )
 
-    def _knows_thinking(self) -> bool:
+    def knows_thinking(self) -> bool:
         probe = [{"role": "user", "content": "a"}]
         on, off = (self._render(probe, {"enable_thinking": value}) for value in (True, False))
         return on != off

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import os
 import time
 from dataclasses import dataclass, field
@@ -11,10 +12,13 @@ import torch
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainingArguments
 
+from ..hub import write_card
 from ..target import Target
 from .features import Conversations, FeatureCache, cache_fingerprint, collate, compute_features
 from .objective import DraftingObjective, base_loss_weight, draw_anchors, summarize
 from .walk import walk
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -229,6 +233,16 @@ class DominoTrainer(Trainer):
         if self.args.should_save:
             state_dict = _without_prefix(state_dict) if state_dict is not None else None
             self.drafter.save_pretrained(output_dir or self.args.output_dir, state_dict=state_dict)
+
+    def create_model_card(self, license=None, **kwargs):
+        """The drafter's own card, see [`write_card`], for the Trainer's pushes too. A card by other hands stays."""
+        if not self.is_world_process_zero():
+            return
+        about = {"target": self.target.model.config._name_or_path, "name": self.hub_model_id, "license": license}
+        try:
+            write_card(self.args.output_dir, curve=self.state.log_history, **about)
+        except FileExistsError as error:
+            logger.warning(f"The card was left as it is: {error}")
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
