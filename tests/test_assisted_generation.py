@@ -593,6 +593,13 @@ def test_pipeline(target, drafter, tokenizer):
     assert plain == assisted and acceptance.lengths
 
 
+def test_pipeline_compares_special_ids_itself(target, tokenizer):
+    """transformers takes another eos for another tokenizer and says so; the ids come from the target's config."""
+    drafter = tiny_drafter(target, eos_token_id=3)
+    with pytest.raises(ValueError, match="different tokenizer"):
+        pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=drafter)
+
+
 # Refusals
 
 
