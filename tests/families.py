@@ -5,24 +5,11 @@ from functools import cache
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tests import tiny
 from tests.tiny import VOCAB, prompt_ids
 
 IMAGE = 90  # the token id that stands for an image patch
-SIZES = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=256,
-    initializer_range=0.6,
-    tie_word_embeddings=False,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
-)
+SIZES = dict(tiny.SIZES, bos_token_id=None, eos_token_id=None, pad_token_id=None)
 EXPERTS = dict(num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 SLIDING = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2)
 LATENT = dict(

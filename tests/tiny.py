@@ -11,25 +11,26 @@ from hf_domino import DominoCandidateGenerator, DominoConfig, DominoDrafter, tra
 from hf_domino.evaluation.oracle import oracle
 
 VOCAB, MASK = 97, 96
+SIZES = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=512,
+    # Wide enough for greedy text to be varied.
+    initializer_range=0.6,
+    tie_word_embeddings=False,
+)
 DRAFTER = dict(num_hidden_layers=2, block_size=8, target_layer_ids=[0, 2], causal_state_size=16, correction_rank=8)
 
 
 def tiny_target(**overrides):
     """A Qwen3 whose greedy text is varied, in float32."""
     torch.manual_seed(0)
-    fields = dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.6,
-        tie_word_embeddings=False,
-        max_position_embeddings=512,
-    )
-    return Qwen3ForCausalLM(Qwen3Config(**{**fields, **overrides})).eval()
+    return Qwen3ForCausalLM(Qwen3Config(**{**SIZES, **overrides})).eval()
 
 
 def tiny_drafter(target, **overrides):
