@@ -333,7 +333,7 @@ class Call(View):
         finally:
             if self.deferred is not None:
                 self.deferred.apply()
-            self._record_past(False)
+            self._stop_recording()
         if self.call_config.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False):
             self._keep_context()
         if not self.call_config.return_dict_in_generate:
@@ -375,8 +375,8 @@ class Call(View):
             self.raw_logits = rows.to(self.device, torch.float32, copy=True)
         self.deferred = DeferredCrop(self.outputs[_CACHE])
         self.cache = self.outputs[_CACHE]
-        self.seen = SimpleNamespace(logits=self.outputs.logits, hidden_states=hidden_states)
-        return SimpleNamespace(**vars(self.seen), **{_CACHE: self.deferred})
+        self.hidden_states = hidden_states
+        return SimpleNamespace(logits=self.outputs.logits, hidden_states=hidden_states, **{_CACHE: self.deferred})
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, num_new_tokens=1, **kwargs):
         # One token at a time where plain decoding does more than count.
@@ -424,15 +424,15 @@ class Call(View):
         prefill = Prefill(self.target)
         kwargs = {**self.model_kwargs, "output_hidden_states": self._wanted_hidden_states()}
         # A long prompt must not be kept whole in sliding layers: recording starts behind it.
-        self._record_past(False)
+        self._stop_recording()
         self.outputs = type(self.target)._prefill(prefill, self.prompt, self.call_config, kwargs)
         self.outputs[_CACHE].activate_past_recording()
         return prefill.hidden_states()
 
-    def _record_past(self, recording):
+    def _stop_recording(self):
         for layer in _layers(self.cache):
             if hasattr(layer, "record_past"):
-                layer.record_past = recording or any(layer is before for before in self.recorded_before)
+                layer.record_past = any(layer is before for before in self.recorded_before)
 
     def _keep(self, row):
         """Put what the target said about the row-th new token of this round among the returned values."""
@@ -469,7 +469,7 @@ class Call(View):
 
     def _keep_context(self):
         """Leave the drafter's context with a cache that outlives the call, so that the next turn is drafted as well."""
-        self.generator.observe_pass(self.seen.hidden_states, self.loop_kwargs, self.kept)
+        self.generator.observe_pass(self.hidden_states, self.loop_kwargs, self.kept)
         context, features, length = self.generator.context, self.generator.new_features, self.cache.get_seq_length()
         setattr(self.cache, _CONTEXT, KeptContext(weakref.ref(self.drafter), context, features, length))
 

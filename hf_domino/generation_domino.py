@@ -20,7 +20,6 @@ class DominoCandidateGenerator(CandidateGenerator):
         target (`PreTrainedModel`): The target model.
         generation_config (`GenerationConfig`): The call's configuration, with `max_length` resolved.
         logits_processor (`LogitsProcessorList`, *optional*): Processors that act on the drafts' logits too.
-        context ([`ContextCache`], *optional*): The context of an earlier call, to be continued.
 
     Raises:
         ValueError: drafter and target don't fit together, or `num_assistant_tokens` is out of range.
@@ -28,7 +27,7 @@ class DominoCandidateGenerator(CandidateGenerator):
 
     requires_model_outputs = True
 
-    def __init__(self, drafter, target, generation_config, logits_processor=None, context=None):
+    def __init__(self, drafter, target, generation_config, logits_processor=None):
         self.drafter = drafter
         self.config = drafter.config
         self.target = Target(target)
@@ -50,7 +49,7 @@ class DominoCandidateGenerator(CandidateGenerator):
             if self.config.head == "domino":
                 self.output_weight = drafter.embed_proj[2].weight[self.vocabulary]
             self.vocabulary = self.vocabulary.to(self.target.device)
-        self.context = context if context is not None else ContextCache(self.config.num_hidden_layers)
+        self.context = ContextCache(self.config.num_hidden_layers)
         self.new_features = []
         self.has_read_prompt = False
 
