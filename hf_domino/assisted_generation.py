@@ -24,7 +24,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation import logits_process as builtin_processors
 
 from .acceptance import record_round
-from .generation_domino import DominoCandidateGenerator, draft_length
+from .generation_domino import DominoCandidateGenerator, draft_length, is_adaptive
 from .modeling_domino import ContextCache
 from .target import Target
 
@@ -130,6 +130,7 @@ def _validate(original, target, generation_mode, generation_config, generation_m
         if reason := _refusal(target, generation_mode, generation_config, generation_mode_kwargs):
             raise ValueError(f"A Domino drafter can't be used here: {reason}.")
         draft_length(drafter.config, generation_config)
+        is_adaptive(generation_config)
         Target(target).check_pairing(drafter.config)
         without_drafter = {k: v for k, v in generation_mode_kwargs.items() if k != "assistant_model"}
         return original(target, generation_mode, generation_config, without_drafter)

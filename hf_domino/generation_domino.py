@@ -4,6 +4,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from .draft_schedule import DraftSchedule, largest_probabilities
 from .modeling_domino import ContextCache
 from .target import Target, hidden_states_request
 
@@ -22,7 +23,8 @@ class DominoCandidateGenerator(CandidateGenerator):
         logits_processor (`LogitsProcessorList`, *optional*): Processors that act on the drafts' logits too.
 
     Raises:
-        ValueError: drafter and target don't fit together, or `num_assistant_tokens` is out of range.
+        ValueError: drafter and target don't fit together, or `num_assistant_tokens` is out of range, or
+            `num_assistant_tokens_schedule` is none of ours.
     """
 
     requires_model_outputs = True
@@ -34,6 +36,7 @@ class DominoCandidateGenerator(CandidateGenerator):
         self.target.check_pairing(self.config)
         self.model_kwargs_overrides = {"output_hidden_states": hidden_states_request(self.config.target_layer_ids)}
         self.num_draft_tokens = draft_length(self.config, generation_config)
+        self.schedule = DraftSchedule() if is_adaptive(generation_config) else None
         self.max_length = generation_config.max_length
         self.do_sample = generation_config.do_sample
         # Greedy verification compares tokens; rejection sampling needs the distribution that the drafts came from.
@@ -92,13 +95,28 @@ class DominoCandidateGenerator(CandidateGenerator):
         self.observe_pass(model_outputs.hidden_states, model_kwargs or {}, int(n_last_matches) + 1)
         # One place of the room that is left belongs to the target's own token.
         count = min(self.num_draft_tokens, self.max_length - input_ids.shape[1] - 1)
-        if count <= 0:
+        if self.schedule is None:
+            tokens, logits = self.draft(input_ids, count) if count > 0 else (None, None)
+        else:
+            tokens, logits = self.draft_what_pays(input_ids, count, int(n_last_matches))
+        if tokens is None:
             return input_ids, None
-        tokens, logits = self.draft(input_ids, count)
         return torch.cat([input_ids, tokens.to(input_ids.device)], dim=-1), logits if self.returns_logits else None
 
     def update_candidate_strategy(self, input_ids, scores, num_matches) -> None:
-        """Part of transformers' protocol; the block does not change during a call."""
+        """Part of transformers' protocol; how rounds went is learnt from `n_last_matches`."""
+
+    def draft_what_pays(self, input_ids, count, num_matches) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """A round of the adaptive schedule: as [`draft`], of at most `count` tokens, or (None, None)."""
+        confidence, drafts = None, (None, None)
+        if self.schedule.begin(num_matches) and count > 0:
+            tokens, logits = self.draft(input_ids, count)
+            confidence = largest_probabilities(self.chosen_from)
+            confidence = confidence[: self.schedule.cut(confidence)]
+            if confidence:
+                drafts = tokens[:, : len(confidence)], logits[:, : len(confidence)] if self.returns_logits else None
+        self.schedule.end(confidence)
+        return drafts
 
     def draft(self, input_ids, count) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One round: backbone, base logits, correction.
@@ -125,16 +143,17 @@ class DominoCandidateGenerator(CandidateGenerator):
         """Choose the drafts one by one, each corrected by those before it."""
         if self.config.head == "none" and not self.logits_processor:
             tokens, logits = self.choose(base_logits[0])
+            self.chosen_from = [logits]
             return tokens[None], logits[None]
 
         def choose(logits, drafted, columns):
             prefix = torch.cat([input_ids, drafted.to(input_ids.device)], dim=-1) if self.logits_processor else None
             return self.choose(logits, columns, prefix)
 
-        tokens, logits = self.drafter.roll_out(
+        tokens, self.chosen_from = self.drafter.roll_out(
             hidden, base_logits, anchor_embedding, choose, self.target.embed, self.num_candidates, self.output_weight
         )
-        return tokens, torch.stack(logits, dim=1) if self.returns_logits else None
+        return tokens, torch.stack(self.chosen_from, dim=1) if self.returns_logits else None
 
     def choose(self, logits, columns=None, prefix=None) -> tuple[torch.Tensor, torch.Tensor]:
         """Pick a token for each row of logits as the target would: processed, then sampled or the largest.
@@ -177,3 +196,18 @@ def draft_length(config, generation_config) -> int:
             f"a block of {config.block_size}, but is {asked}."
         )
     return asked
+
+
+def is_adaptive(generation_config) -> bool:
+    """Whether the call asks for [`DraftSchedule`], with `num_assistant_tokens_schedule="adaptive"`.
+
+    Raises:
+        ValueError: it asks for a schedule of transformers' own assistants.
+    """
+    schedule = generation_config.num_assistant_tokens_schedule
+    if schedule not in (None, "constant", "adaptive"):
+        raise ValueError(
+            f"num_assistant_tokens_schedule={schedule!r} is for assistants that draft token by token; with a Domino "
+            'drafter it is "constant" or "adaptive".'
+        )
+    return schedule == "adaptive"
