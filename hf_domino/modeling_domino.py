@@ -5,6 +5,9 @@ Sources: Domino, arXiv 2605.29707, section 3; DFlash, arXiv 2602.06036, section 
 checkpoints.
 """
 
+import functools
+import importlib
+import logging
 import re
 
 import torch
@@ -21,9 +24,11 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from .checkpoints import TARGET_COPIES, check_draft_vocabulary, load_drafter
+from .checkpoints import MAY_BE_UNUSED, check_draft_vocabulary, load_drafter
 from .configuration_domino import DominoConfig
 from .initialization import copy_from_target, fields_from_target
+
+logger = logging.getLogger(__name__)
 
 
 class ContextCache:
@@ -37,20 +42,24 @@ class ContextCache:
         self.length = 0
         self._layers = [None] * num_layers
 
+    def reserve(self, num_new: int, shape: tuple, like: torch.Tensor) -> None:
+        """Make room for `num_new` tokens behind the context; `shape` is (2, B, heads, *, head_dim) of all layers."""
+        end = self.length + num_new
+        for i, buffer in enumerate(self._layers):
+            # What an earlier turn wrote in inference mode can be read outside of it, but not written.
+            is_locked = buffer is not None and buffer.is_inference() and not torch.is_inference_mode_enabled()
+            if buffer is None or buffer.shape[-2] < end or is_locked:
+                grown = like.new_empty(*shape[:3], max(2 * self.length, end + 256), shape[-1])
+                if buffer is not None:
+                    grown[..., : self.length, :] = buffer[..., : self.length, :]
+                self._layers[i] = grown
+
     def update(self, layer_idx: int, states: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write `states` [2, B, heads, C + L, head_dim] (keys, values) behind the context.
+        """Write `states` [2, B, heads, C + L, head_dim] (keys, values) into the room behind the context.
 
         Returns keys and values from token `first` on, [B, heads, length + C + L - first, head_dim] each.
         """
-        end = self.length + states.shape[-2]
-        buffer = self._layers[layer_idx]
-        # What an earlier turn wrote in inference mode can be read outside of it, but not written.
-        is_locked = buffer is not None and buffer.is_inference() and not torch.is_inference_mode_enabled()
-        if buffer is None or buffer.shape[-2] < end or is_locked:
-            grown = states.new_empty(*states.shape[:-2], max(2 * self.length, end + 256), states.shape[-1])
-            if buffer is not None:
-                grown[..., : self.length, :] = buffer[..., : self.length, :]
-            self._layers[layer_idx] = buffer = grown
+        buffer, end = self._layers[layer_idx], self.length + states.shape[-2]
         buffer[..., self.length : end, :] = states
         return buffer[..., first:end, :].unbind(0)
 
@@ -185,6 +194,12 @@ class DominoHead:
         Returns:
             Drafted tokens [B, n] and a list of n logits, what `choose` chose each from.
         """
+        # torch.compile takes the GRU's weights, but not the module.
+        gru = (self.prefix_gru.weight_ih_l0, self.prefix_gru.weight_hh_l0) if self.config.head == "domino" else None
+        return self.run_slots(hidden, base_logits, anchor_embedding, choose, embed, num_candidates, output_weight, gru)
+
+    def run_slots(self, hidden, base_logits, anchor_embedding, choose, embed, num_candidates, output_weight, gru):
+        """The arithmetic of `roll_out`, which [`DominoDrafter.compile`] compiles."""
         batch, count = hidden.shape[:2]
         tokens = torch.empty(batch, count, dtype=torch.long, device=base_logits.device)
         chosen_from = []
@@ -198,8 +213,7 @@ class DominoHead:
         for j in range(count):
             logits, columns = base_logits[:, j], None
             if self.config.head == "domino":
-                gru = self.prefix_gru
-                state = torch.gru_cell(embedding.to(hidden), state, gru.weight_ih_l0, gru.weight_hh_l0)
+                state = torch.gru_cell(embedding.to(hidden), state, *gru)
                 if j >= self.config.num_uncorrected_tokens:
                     features = self.embed_proj[1](self.embed_proj[0](torch.cat([hidden[:, j], state], dim=-1)))
                     if shortlist is not None:
@@ -217,6 +231,27 @@ class DominoHead:
         return tokens, chosen_from
 
 
+class Compiled:
+    """A function under `torch.compile`; where that fails, the function itself from then on.
+
+    `warned` is shared by the functions that are compiled together: of them, only the first failure is told.
+    """
+
+    def __init__(self, function, warned: list, **options):
+        self.function, self.compiled, self.warned = function, torch.compile(function, **options), warned
+
+    def __call__(self, *args, **kwargs):
+        if self.compiled is not None:
+            try:
+                return self.compiled(*args, **kwargs)
+            except Exception as error:  # compilers fail in many ways; an error of the function's own comes up again
+                self.compiled = None
+                if not self.warned:
+                    logger.warning(f"Drafting without torch.compile, which failed: {type(error).__name__}: {error}")
+                    self.warned.append(True)
+        return self.function(*args, **kwargs)
+
+
 class DominoDrafter(DominoHead, PreTrainedModel):
     """A drafter for assisted generation: `target.generate(..., assistant_model=drafter)`.
 
@@ -229,7 +264,7 @@ class DominoDrafter(DominoHead, PreTrainedModel):
     main_input_name = "block_embeddings"
     supports_gradient_checkpointing = True
     _no_split_modules = ["DominoDecoderLayer"]
-    _keys_to_ignore_on_load_unexpected = [rf"^{re.escape(name)}$" for name in TARGET_COPIES]
+    _keys_to_ignore_on_load_unexpected = [rf"^{re.escape(name)}" for name in MAY_BE_UNUSED]
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
@@ -269,6 +304,19 @@ class DominoDrafter(DominoHead, PreTrainedModel):
             check_draft_vocabulary(token_ids, self.config.vocab_size)
         self.draft_vocabulary = token_ids
         self.config.draft_vocabulary_size = None if token_ids is None else len(token_ids)
+
+    def compile(self, **options):
+        """Draft with a compiled backbone and a compiled rollout of the head from now on, the same tokens as without.
+
+        The first calls compile. Where that fails, drafting goes on without, with one warning.
+
+        Args:
+            options: of `torch.compile`. `mode="reduce-overhead"` replays the rollout as a graph on CUDA.
+        """
+        warned = []
+        for name in ("run_layers", "run_slots"):
+            # The method takes the drafter as an argument, so that a copy of the drafter runs with its own weights.
+            setattr(self, name, functools.partial(Compiled(getattr(type(self), name), warned, **options), self))
 
     def _init_weights(self, module):
         super()._init_weights(module)
@@ -314,6 +362,18 @@ class DominoDrafter(DominoHead, PreTrainedModel):
         """As in transformers. The tensors keep the names they have here, whatever file they were loaded from."""
         super().save_pretrained(save_directory, *args, **{"save_original_format": False, **kwargs})
 
+    def push_to_hub(self, repo_id, **kwargs):
+        """Push the drafter, with a card where the Hub has none or an older one of hf_domino's own.
+
+        Takes `target`, `target_revision`, `license`, `acceptance`, `speed` and `results` for the card, see
+        `hf_domino.hub.push_drafter`, beside transformers' arguments. Errors of the Hub are huggingface_hub's own.
+        """
+        if __name__.startswith("hf_domino."):
+            # By name, as an import statement would make hub.py travel with every checkpoint.
+            hub = importlib.import_module(".hub", __package__)
+            return hub.push_drafter(self, repo_id, super().push_to_hub, **kwargs)
+        return super().push_to_hub(repo_id, **kwargs)
+
     def forward(
         self,
         block_embeddings: torch.Tensor,
@@ -339,13 +399,11 @@ class DominoDrafter(DominoHead, PreTrainedModel):
         hidden_states = block_embeddings.to(self.device, self.dtype)
         if features is None:
             features = hidden_states.new_empty(hidden_states.shape[0], 0, self.fc.in_features)
-        context_states = self.hidden_norm(self.fc(features.to(hidden_states)))
         past = context.length if context is not None else 0
         anchor = past + features.shape[1]
         end = anchor + hidden_states.shape[1]
         if position_ids is None:
             position_ids = torch.arange(past, end, device=hidden_states.device)[None]
-        rotary = self.rotary_emb(hidden_states, position_ids)
         masks, first = attention_mask, {}
         if masks is None:
             masks = {}
@@ -354,12 +412,22 @@ class DominoDrafter(DominoHead, PreTrainedModel):
                 sliding = layer_type == "sliding_attention" and context is not None
                 first[layer_type] = max(0, anchor - self.config.sliding_window + 1) if sliding else 0
                 masks[layer_type] = self._block_mask(layer_type, first[layer_type], anchor, end, hidden_states)
+        if context is not None:
+            heads, width = self.config.num_key_value_heads, self.config.head_dim
+            context.reserve(end - past, (2, len(hidden_states), heads, 0, width), hidden_states)
+        hidden_states = self.run_layers(hidden_states, features, position_ids, masks, context, first)
+        if context is not None:
+            context.length = anchor
+        return hidden_states
+
+    def run_layers(self, hidden_states, features, position_ids, masks, context, first) -> torch.Tensor:
+        """The arithmetic of `forward`, which [`compile`] compiles."""
+        context_states = self.hidden_norm(self.fc(features.to(hidden_states)))
+        rotary = self.rotary_emb(hidden_states, position_ids)
         for layer, layer_type in zip(self.layers, self.config.layer_types):
             hidden_states = layer(
                 hidden_states, context_states, rotary, masks[layer_type], context, first.get(layer_type, 0)
             )
-        if context is not None:
-            context.length = anchor
         return self.norm(hidden_states)
 
     def _block_mask(self, layer_type, first, anchor, end, like):
