@@ -49,6 +49,8 @@ _CONTAINERS = {r"^(?:logit_head|domino_head|logits_correction)\.(prefix_gru|embe
 _HEAD_MODULES = ("prefix_gru.", "embed_proj.")
 # Copies of the target's tensors that some trainers leave in the file; the drafter always asks the target itself.
 TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
+# Tensors, or modules of them, that a file may hold without the drafter having a place for them.
+MAY_BE_UNUSED = TARGET_COPIES + _HEAD_MODULES
 _VOCABULARY_MAPS = ("d2t", "t2d")
 
 
@@ -174,7 +176,7 @@ def _check_weights(cls, config, name_or_path, variant, hub_kwargs) -> list[str]:
     with torch.device("meta"):
         expected = {name: list(tensor.shape) for name, tensor in cls(copy.deepcopy(config)).state_dict().items()}
     head = {name for name in expected if name.startswith(_HEAD_MODULES)}
-    ignored = TARGET_COPIES if head else TARGET_COPIES + _HEAD_MODULES
+    ignored = TARGET_COPIES if head else MAY_BE_UNUSED
     found, problems = set(), []
     for name, shape, dtype in _read_headers(name_or_path, variant, hub_kwargs):
         for container, at_top in _CONTAINERS.items():

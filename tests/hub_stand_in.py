@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -38,6 +39,8 @@ class Hub(BaseHTTPRequestHandler):
             exists = (self.root / name).is_dir()
             (self.root / name).mkdir(exist_ok=True)
             self.answer(409 if exists else 200, {"url": f"{self.address}/{name}", "name": name})
+        elif "branch" in parts:
+            self.answer(200, {})
         elif parts[-1] == "validate-yaml":
             self.answer(200, {"errors": [], "warnings": []})
         elif "preupload" in parts:
@@ -87,8 +90,9 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
-def run_beside_a_hub(script, folder, *arguments):
-    """Run a script in a folder, with a Hub whose repositories are the folders of `folder / "hub"`."""
+@contextmanager
+def running_hub(folder):
+    """A Hub over the folders of `folder / "hub"`; gives the environment of programs that know no other."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("TinyHub", (Hub,), {"root": folder / "hub"}))
     Thread(target=server.serve_forever, daemon=True).start()
     environment = {
@@ -97,9 +101,15 @@ def run_beside_a_hub(script, folder, *arguments):
     environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "NO_PROXY": "127.0.0.1"}
     environment |= {"HF_HOME": str(folder / "home"), "HF_HUB_CACHE": str(folder / "cache")}
     environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    command = [sys.executable, "-c", script, *map(str, arguments)]
     try:
-        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        yield environment
     finally:
         server.shutdown()
         server.server_close()
+
+
+def run_beside_a_hub(script, folder, *arguments):
+    """Run a script in a folder, with the Hub of [`running_hub`]."""
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    with running_hub(folder) as environment:
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)

@@ -371,8 +371,10 @@ def test_layer_ids_counted_in_two_ways_must_agree(tmp_path):
 
 def test_base_of_a_domino_checkpoint_alone(tmp_path):
     domino = write_layout(tmp_path, "Domino")
-    base = DominoDrafter.from_pretrained(tmp_path, head="none")
+    base, info = DominoDrafter.from_pretrained(tmp_path, head="none", output_loading_info=True)
     assert base.config.head == "none"
+    # transformers would print a report of them.
+    assert not info["unexpected_keys"] and not info["missing_keys"]
     assert base.state_dict().keys() == {
         name for name in domino.state_dict() if not name.startswith(("prefix", "embed"))
     }
@@ -711,7 +713,7 @@ assert_same(drafter, remote)
 assert type(AutoModel.from_pretrained("someone/tiny-domino", revision="main")) is DominoDrafter
 assert DominoDrafter.from_pretrained("someone/public").config.head == "domino"
 
-drafter.push_to_hub("pushed")
+drafter.push_to_hub("pushed", target="someone/target")
 assert_same(DominoDrafter.from_pretrained("someone/pushed"), drafter)
 
 for name, cause in {

@@ -175,6 +175,76 @@ def test_no_card_without_a_drafter_and_its_target(tmp_path):
     assert not (tmp_path / "README.md").exists()
 
 
+def bench_result(**drafter):
+    """What `hf-domino bench` writes, as far as a card reads it."""
+    rows = [
+        ("gsm8k", "plain", None, 1.0),
+        ("gsm8k", "domino", 2.91234, 1.9),
+        ("gsm8k", "domino-base", 2.2, 1.7),
+        ("gsm8k", "dflash", 2.4, 1.8),
+        ("gsm8k", "prompt-lookup", 1.2, 1.1),
+        ("own", "domino", 1.5, None),
+        ("own", "dflash", None, None),
+        ("unmeasured", "dflash", 2.0, 1.5),
+    ]
+    names = ("set", "method", "acceptance_length", "speedup")
+    shape = {"block_size": 8, "num_hidden_layers": 2, "draft_vocabulary_size": None, **drafter}
+    return {
+        "machine": {"device": "a device"},
+        "settings": {"do_sample": False, "max_new_tokens": 64},
+        "drafters": {
+            "domino": {"dtype": "float32", "name": "x", **shape},
+            "dflash": {"dtype": "float16", "name": "/home/someone/dflash", **shape},
+        },
+        "summary": [{**dict(zip(names, row)), "prompts": 32, "tokens_per_second": 9.0} for row in rows],
+    }
+
+
+def test_a_bench_result_is_the_acceptance(tmp_path):
+    saved_drafter(tmp_path)
+    (tmp_path / "result.json").write_text(json.dumps(bench_result()))
+    card = ModelCard.load(write_card(tmp_path, target=TARGET, results=tmp_path / "result.json"))
+    how = {"prompts": 32, "decoding": "greedy", "room": 64, "dtype": "float32", "machine": "a device"}
+    how["dflash"] = "dflash"
+    found = {(r.dataset_type, r.dataset_name, r.metric_type): r.metric_value for r in card.data.eval_results}
+    assert found == {
+        ("openai/gsm8k", "gsm8k", "acceptance_length"): 2.912,
+        ("openai/gsm8k", "gsm8k", "base_acceptance_length"): 2.2,
+        ("openai/gsm8k", "gsm8k", "dflash_acceptance_length"): 2.4,
+        ("openai/gsm8k", "gsm8k", "speedup"): 1.9,
+        ("openai/gsm8k", "gsm8k", "base_speedup"): 1.7,
+        ("openai/gsm8k", "gsm8k", "dflash_speedup"): 1.8,
+        ("own", "own", "acceptance_length"): 1.5,
+    }
+    assert all(result.metric_args == how for result in card.data.eval_results)
+    table = tables(card)[1]
+    shown = ", ".join(f"{name} {value}" for name, value in how.items())
+    assert table[2:] == [
+        ["gsm8k", "2.91", "2.20", "2.40", "1.90", "1.70", "1.80", shown],
+        ["own", "1.50", "", "", "", "", "", shown],
+    ]
+    # The same file for the DFlash drafter that was measured beside it.
+    saved_drafter(tmp_path / "dflash", head="none")
+    card = ModelCard.load(write_card(tmp_path / "dflash", target=TARGET, results=tmp_path / "result.json"))
+    assert [row[:3] for row in tables(card)[1][2:]] == [["gsm8k", "2.40", "1.80"], ["unmeasured", "2.00", "1.50"]]
+
+
+def test_a_result_that_says_nothing_of_this_drafter_is_refused(tmp_path):
+    saved_drafter(tmp_path)
+    file = tmp_path / "result.json"
+    empty = {**bench_result(), "summary": bench_result()["summary"][3:5]}
+    for content, reason in (
+        ("[2]", "must be a result of `hf-domino bench`"),
+        ("{", "is no readable JSON file"),
+        (json.dumps(bench_result(block_size=16)), "measured another drafter: its domino has block_size 16, not 8"),
+        (json.dumps(empty), "has no measurement of the method domino"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=f"result.json {reason}"):
+            write_card(tmp_path, target=TARGET, results=file)
+    assert not (tmp_path / "README.md").exists()
+
+
 @pytest.mark.parametrize("results", [{"gsm8k": "high"}, {"gsm8k": {"length": 2.9}}, {"gsm8k": None}, {"gsm8k": [2, 3]}])
 def test_only_numbers_are_measured(results):
     with pytest.raises(ValueError, match="measured on gsm8k must be numbers, acceptance_length or"):
@@ -182,26 +252,79 @@ def test_only_numbers_are_measured(results):
 
 
 PUSH = """
+import copy
 import sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from huggingface_hub import ModelCard
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError
 from hf_domino import DominoDrafter
 from hf_domino.hub import push_folder
 
+# A folder with its card.
 card = Path("drafter/README.md").read_text()
 push_folder("drafter", "someone/pushed")
 assert ModelCard.load("someone/pushed").content == card
 drafter = DominoDrafter.from_pretrained("someone/pushed")
 
-# transformers' own push keeps the card that is there, and knows of none elsewhere.
-drafter.push_to_hub("someone/pushed")
+# A card that is there stays, and a drafter by other hands needs a card just as well.
+drafter.push_to_hub("someone/pushed", commit_message="again")
 assert Path("hub/someone/pushed/README.md").read_text() == card
-DominoDrafter.from_pretrained("drafter").push_to_hub("someone/without")
-assert "Domino" not in Path("hub/someone/without/README.md").read_text()
-push_folder("drafter", "someone/without", commit_message="with its card")
-assert Path("hub/someone/without/README.md").read_text() == card
+drafter.push_to_hub("someone/copy")
+again = ModelCard.load("hub/someone/copy/README.md")
+assert again.data.base_model == "someone/a-target" and '"someone/copy"' in again.text and not again.data.eval_results
+drafter.push_to_hub("someone/copy", acceptance={"gsm8k": 3.1}, license="mit", tags="mine", revision="new")
+again = ModelCard.load("hub/someone/copy/README.md")
+assert again.data.eval_results[0].metric_value == 3.1 and again.data.license == "mit" and "mine" in again.data.tags
+
+# A folder says the rest where the weights are those that lie there.
+drafter = DominoDrafter.from_pretrained("drafter")
+drafter.push_to_hub("someone/whole")
+whole = ModelCard.load("hub/someone/whole/README.md")
+assert whole.data.eval_results[0].metric_value == 2.9 and "| held out | 3 |" in whole.text, whole.content
+assert '"someone/whole"' in whole.text and whole.data.license == "apache-2.0" and "0123abc" in whole.text
+assert {file.name for file in Path("hub/someone/whole").iterdir()} >= {"config.json", "model.safetensors"}
+assert not Path("hub/someone/whole/training_recipe.json").exists()
+drafter.norm.weight.data += 1
+drafter.push_to_hub("someone/other")
+other = ModelCard.load("hub/someone/other/README.md")
+assert other.data.base_model == "someone/a-target" and other.data.license == "apache-2.0", other.content
+assert not other.data.eval_results and "held out" not in other.text
+
+# A card edited by its author is the author's, here and there.
+Path("drafter/README.md").write_text(card.replace("## Limits", "## Limits, mine"))
+drafter = DominoDrafter.from_pretrained("drafter")
+drafter.push_to_hub("someone/edited")
+edited = Path("hub/someone/edited/README.md").read_text()
+assert "## Limits, mine" in edited
+for name in ("someone/edited", "edited"):  # the second is one's own
+    drafter.push_to_hub(name)
+    assert Path("hub/someone/edited/README.md").read_text() == edited
+for repo in ("someone/edited", "edited", "someone/nowhere"):
+    try:
+        drafter.push_to_hub(repo, license="mit")
+    except FileExistsError as error:
+        assert "edited" in str(error)
+    else:
+        raise AssertionError
+assert Path("hub/someone/edited/README.md").read_text() == edited and not Path("hub/someone/nowhere").exists()
+
+# A drafter of which nothing is known, or nothing that a stranger can use.
+fresh = DominoDrafter(copy.deepcopy(drafter.config))
+fresh.config._name_or_path = ""
+fresh.save_pretrained("local")
+Path("local/training_recipe.json").write_text('{"options": {"target": "/a/folder/here"}}')
+for unknown in (fresh, DominoDrafter.from_pretrained("local")):
+    try:
+        unknown.push_to_hub("someone/fresh")
+    except ValueError as error:
+        assert "push_to_hub('someone/fresh', target=...)" in str(error)
+    else:
+        raise AssertionError
+assert not Path("hub/someone/fresh").exists()
+fresh.push_to_hub("someone/fresh", target="someone/a-target", target_revision="abc")
+fresh = ModelCard.load("hub/someone/fresh/README.md")
+assert "Not measured yet." in fresh.text and 'revision="abc"' in fresh.text and "## Training" not in fresh.text
 
 # The Trainer's push writes the same kind of card.
 from hf_domino.training.trainer import DominoTrainer, DominoTrainingArguments
@@ -216,16 +339,23 @@ trained = ModelCard.load("hub/someone/trained/README.md")
 assert trained.data.base_model == "someone/a-target" and trained.data.license == "mit", trained.content
 assert '"someone/trained"' in trained.text, trained.content
 
+# The Hub's errors are huggingface_hub's own.
+for push in (lambda name: push_folder("drafter", name), drafter.push_to_hub):
+    for name, kind, status in (
+        ("stranger/pushed", HfHubHTTPError, 403),
+        ("private/pushed", HfHubHTTPError, 403),
+        ("no/such/name", HFValidationError, None),
+    ):
+        try:
+            push(name)
+        except (HfHubHTTPError, HFValidationError) as error:
+            assert isinstance(error, kind) and (status is None or error.response.status_code == status), error
+        else:
+            raise AssertionError
 try:
-    push_folder("drafter", "stranger/pushed")
-except HfHubHTTPError as error:
-    assert type(error).__module__.startswith("huggingface_hub") and error.response.status_code == 403, error
-else:
-    raise AssertionError
-try:
-    push_folder("drafter", "no/such/name")
-except ValueError as error:
-    assert type(error).__name__ == "HFValidationError", error
+    drafter.push_to_hub("gated/pushed")
+except GatedRepoError:
+    pass
 else:
     raise AssertionError
 """
@@ -233,15 +363,16 @@ else:
 
 def test_the_card_travels_to_the_hub(tmp_path):
     drafter = saved_drafter(tmp_path / "drafter")
-    write_card(tmp_path / "drafter", target=TARGET, name="someone/pushed", acceptance={"gsm8k": 2.9})
     # What a training run leaves stays here.
     saved_drafter(tmp_path / "drafter" / "checkpoint-2")
-    (tmp_path / "drafter" / "training_recipe.json").write_text("{}")
+    (tmp_path / "drafter" / "training_recipe.json").write_text(json.dumps(RECIPE))
+    write_card(tmp_path / "drafter", target=TARGET, name="someone/pushed", acceptance={"gsm8k": 2.9})
     (tmp_path / "hub" / "someone").mkdir(parents=True)
     done = run_beside_a_hub(PUSH, tmp_path, Path(hf_domino.__file__).parents[1])
     assert done.returncode == 0, done.stderr
     pushed = {str(file.relative_to(tmp_path / "hub/someone/pushed")) for file in (tmp_path / "hub").rglob("pushed/*")}
     code = {file.name for file in (tmp_path / "drafter").glob("*.py")}
+    assert "hub.py" not in code and "modeling_domino.py" in code
     assert pushed == {"README.md", "config.json", "model.safetensors"} | code
     ours = AutoModel.from_pretrained(tmp_path / "hub/someone/pushed").state_dict()
     assert all(torch.equal(tensor, ours[name]) for name, tensor in drafter.state_dict().items())
