@@ -11,75 +11,18 @@ import argparse
 import json
 import platform
 import statistics
-import time
 from collections import defaultdict
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import hf_domino
-from hf_domino import DominoCandidateGenerator, DominoConfig, DominoDrafter, track_acceptance
-from hf_domino.assisted_generation import Call
+from hf_domino import DominoConfig, DominoDrafter, track_acceptance
 from hf_domino.demo_target import demo_target
 from hf_domino.evaluation.oracle import oracle
-
-PARTS = {
-    "features": (DominoCandidateGenerator, "observe_pass"),
-    "backbone": (DominoCandidateGenerator, "backbone"),
-    "output head": (DominoCandidateGenerator, "base_logits"),
-    "correction": (DominoCandidateGenerator, "correct"),
-    "verify": (Call, "__call__"),
-}
-
-
-def now(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-@contextmanager
-def timed_parts(device):
-    """Collects seconds for every call of each part of a round."""
-    seconds, originals = defaultdict(list), {}
-
-    def timed(name, method):
-        def call(*args, **kwargs):
-            start = now(device)
-            result = method(*args, **kwargs)
-            seconds[name].append(now(device) - start)
-            return result
-
-        return call
-
-    for name, (owner, attribute) in PARTS.items():
-        originals[name] = getattr(owner, attribute)
-        setattr(owner, attribute, timed(name, originals[name]))
-    try:
-        yield seconds
-    finally:
-        for name, (owner, attribute) in PARTS.items():
-            setattr(owner, attribute, originals[name])
-
-
-@torch.no_grad()
-def own_pass(target, context, num_tokens, repeats=7):
-    """Median seconds of the target's own forward pass over `num_tokens` tokens behind a context of that many tokens."""
-    device = target.device
-    cache = DynamicCache(config=target.config)
-    name = hf_domino.assisted_generation._CACHE
-    target(torch.ones(1, context, dtype=torch.long, device=device), use_cache=True, **{name: cache})
-    cache.activate_past_recording()
-    ids, times = torch.ones(1, num_tokens, dtype=torch.long, device=device), []
-    for _ in range(repeats + 1):
-        start = now(device)
-        target(ids, use_cache=True, **{name: cache})
-        times.append(now(device) - start)
-        cache.crop(-num_tokens)
-    return statistics.median(times[1:])
+from hf_domino.evaluation.timing import DRAFTING_PARTS, now, own_pass, timed_parts, watch_passes
 
 
 def load(arguments):
@@ -119,12 +62,12 @@ class Measured:
     def summary(self):
         median = {name: statistics.median(values) for name, values in self.parts.items()}
         whole, own = statistics.median(self.rounds), statistics.median(self.own)
-        draft = sum(median[name] for name in ("features", "backbone", "output head", "correction"))
+        draft = sum(median[name] for name in DRAFTING_PARTS)
         return {
             "acceptance_length": sum(self.lengths) / len(self.lengths),
             "prompts_with_the_same_tokens": self.agreed,
             "ms": {
-                **{name: 1e3 * median[name] for name in PARTS},
+                **{name: 1e3 * median[name] for name in (*DRAFTING_PARTS, "verify")},
                 "rest": 1e3 * (whole - draft - median["verify"]),
                 "round": 1e3 * whole,
                 "own pass over the same tokens": 1e3 * own,
@@ -157,16 +100,18 @@ def measure(arguments):
         for name, drafter in drafters.items():
             own = own_pass(target, context, drafter.config.num_draft_tokens + 1)
             drafts = nullcontext() if arguments.drafter else oracle(plain[0, prompt_length:], arguments.oracle_rate)
-            with drafts, track_acceptance() as acceptance, timed_parts(device) as seconds:
+            timers = timed_parts(device), watch_passes(target, every=True)
+            with drafts, track_acceptance() as acceptance, timers[0] as seconds, timers[1] as passes:
                 start = now(device)
                 assisted = target.generate(**inputs, **kwargs, assistant_model=drafter)
                 assisted_time = now(device) - start
             if number == 0:  # warm-up
                 continue
-            of, prefill = measured[name], seconds["verify"][0]
+            of, prefill = measured[name], passes[0].seconds
+            of.parts["verify"] += [one.seconds for one in passes[1:]]
             # The first call of each of these reads the prompt.
             for part, values in seconds.items():
-                of.parts[part] += values[1:] if part in ("verify", "features", "backbone") else values
+                of.parts[part] += values[1:] if part in ("features", "backbone") else values
             of.rounds.append((assisted_time - prefill) / len(acceptance.lengths))
             of.own.append(own)
             of.plain.append(plain_time - prefill)

@@ -1,14 +1,23 @@
 """The benchmark scripts run, at a tiny size."""
 
+import importlib.util
+import inspect
 import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedTokenizerFast
+
+from hf_domino import modeling_domino
+from hf_domino.assisted_generation import _CACHE
 
 from .tiny import tiny_drafter, tiny_target
 
@@ -56,3 +65,106 @@ def test_round_time(folder, tmp_path, with_drafter):
         assert result["prompts_with_the_same_tokens"] == 2
         assert result["acceptance_length"] >= (1 if with_drafter else 4)
         assert all(value > 0 for name, value in result["ms"].items() if name != "rest")
+
+
+@pytest.fixture(scope="module")
+def gpu_round():
+    spec = importlib.util.spec_from_file_location("gpu_round", ROOT / "benchmarks" / "gpu_round.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_gpu_round(gpu_round, tmp_path, capsys, monkeypatch):
+    command = "gpu_round.py --size tiny --device cpu --dtype float32 --contexts 16 --modes eager compiled graph"
+    command += f" --backend eager --seconds 0.005 --out {tmp_path / 'r'}"
+    monkeypatch.setattr(sys, "argv", command.split())
+    monkeypatch.setitem(gpu_round.SIZES["tiny"], "candidates", [4])  # compiling takes its time
+    gpu_round.main()
+    result, printed = json.loads((tmp_path / "r").read_text()), capsys.readouterr().out
+    rows = result["rows"]
+    for row in rows:
+        if row["mode"] == "graph":
+            assert row["failed"] == "a CUDA graph needs a CUDA device"
+        else:
+            assert row["ms"] > 0 and row["share_of_bandwidth"] > 0 and row["difference"] < 1e-5, row
+    assert "left out: a CUDA graph needs a CUDA device" in printed
+    assert {row["part"] for row in rows} >= {"drafting", "drafter.compile()", "target, growing cache"}
+    # One token reads every weight but the embeddings, and what is cached.
+    target = tiny_target(num_hidden_layers=3)
+    read = 4 * (sum(p.numel() for p in target.parameters()) - 97 * 32 + 3 * 2 * 2 * 8 * 17)
+    assert [row["bytes"] for row in rows if row["part"] == "target" and row["tokens"] == 1 and "ms" in row] == [read]
+    rounds = result["rounds"]
+    assert {row["mode"] for row in rounds} == {"eager", "compiled"} and len(rounds) == 2 * 2
+    for row in rounds:
+        ms = row["ms"]
+        parts = sum(ms[part] for part in ("features", "backbone", "output head", "correction"))
+        assert ms["drafting"] == pytest.approx(parts)
+        assert row["efficiency"] == pytest.approx(ms["plain pass"] / (parts + ms["verify"]))
+        assert row["efficiency"] < row["efficiency_bound"] and 0 < row["efficiency_bound_bytes"] < 1
+        assert row["projected_speedup"]["GSM8K"] == pytest.approx(10.03 * row["efficiency"])
+    # Smaller is less to read.
+    by_bytes = {row["vocabulary"]: row["efficiency_bound_bytes"] for row in rounds}
+    assert by_bytes[20] > by_bytes[None]
+
+
+def test_a_part_that_fails_is_a_row(gpu_round, capsys):
+    measure = gpu_round.Measurement(torch.device("cpu"), 1e9, budget=-1, backend="eager", seconds=0.01)
+    measure("a part", lambda: (lambda: torch.ones(2), 8), ["compiled", "eager"], context=1)
+    measure("another", lambda: (lambda: torch.ones(2) @ torch.ones(3), 8), ["eager"])
+    first, second, third = measure.rows
+    assert first["failed"] == "the time for it is used up; raise --budget"
+    assert second["ms"] > 0 and second["bytes"] == 8 and second["difference"] == 0
+    assert second["share_of_bandwidth"] == pytest.approx(8 / (second["ms"] / 1e3) / 1e9)
+    assert third["failed"].startswith("RuntimeError: ") and "ms" not in third
+    assert capsys.readouterr().out.count("left out: ") == 2
+
+
+def test_a_pass_behind_a_fixed_context_is_one_behind_a_grown_one(gpu_round):
+    setting = gpu_round.Setting(gpu_round.SIZES["tiny"], torch.device("cpu"), torch.float32)
+    with torch.no_grad():
+        for count in (1, 5):
+            call, grown = (setting.target_pass(16, count, grows=grows)[0] for grows in (False, True))
+            fixed, grown = (inspect.getclosurevars(one).nonlocals for one in (call, grown))
+            for layer, other in zip(fixed["inputs"][_CACHE].layers, grown["cache"].layers):
+                layer.keys[..., :16, :], layer.values[..., :16, :] = other.keys, other.values
+            logits = setting.target(fixed["ids"], use_cache=True, **{_CACHE: grown["cache"]}).logits
+            for _ in range(2):  # and again
+                torch.testing.assert_close(call(), logits)
+
+
+class NoHost(TorchDispatchMode):
+    """Lets tensors of the meta device pass only: those hold no numbers that a host could wait for."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs, result)):
+            assert not isinstance(leaf, torch.Tensor) or leaf.is_meta, function
+        return result
+
+
+def test_every_part_could_be_a_graph(gpu_round, monkeypatch):
+    """None waits for the device, and none brings numbers from the host: a CUDA graph may hold neither."""
+    monkeypatch.setattr(modeling_domino, "check_draft_vocabulary", lambda *args: None)  # it looks at the numbers
+    setting = gpu_round.Setting(gpu_round.SIZES["tiny"], torch.device("meta"), torch.bfloat16)
+    parts = [setting.target_pass(16, 1), setting.target_pass(16, 5), setting.features(), setting.backbone(16)]
+    for vocabulary, candidates in product((None, 20), (None, 4)):
+        parts += [setting.output_head(vocabulary), setting.correction(candidates, vocabulary)]
+        parts += [setting.drafting(16, candidates, vocabulary)]
+    read = [
+        setting.correction(candidates, vocabulary)[1] for candidates, vocabulary in ((None, None), (None, 20), (4, 20))
+    ]
+    assert read == sorted(read, reverse=True)
+    with torch.no_grad(), NoHost():
+        for call, _ in parts:
+            assert call().numel()
+    with pytest.raises(AssertionError), NoHost():
+        torch.ones(2, device="meta") + torch.ones(2)
+
+
+def test_the_published_shapes(gpu_round):
+    setting = gpu_round.Setting(gpu_round.SIZES["published"], torch.device("meta"), torch.bfloat16)
+    # The sizes that the checkpoints' authors state.
+    assert setting.target.num_parameters() == pytest.approx(8.19e9, rel=0.01)
+    assert setting.drafter.num_parameters() == pytest.approx(1.105e9, rel=0.01)
+    assert setting.block == 17 and setting.drafter.config.num_draft_tokens == 16
