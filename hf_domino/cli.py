@@ -1,11 +1,15 @@
 """hf-domino: the package's work from the command line.
 
+    hf-domino demo                                               a prompt without and with a drafter, side by side
     hf-domino regenerate --target T --prompts P --out FOLDER     the target answers prompts: training data
     hf-domino train --target T --data FOLDER --out FOLDER        a drafter from that data
     hf-domino doctor --target T --drafter D                      why a drafter is hardly ever accepted
+    hf-domino bench --target T --drafter D --out FOLDER          what the drafter gains, against plain and its peers
+    hf-domino report JSON [JSON ...] --out FOLDER                the table and plots of one or several benches
     hf-domino card --drafter FOLDER                              its card for the Hub, written or refreshed
 
-Every argument may also stand in a YAML file, `--config FILE`; the command line wins.
+Every argument may also stand in a YAML file, `--config FILE`; the command line wins. What stands in front of the first
+option is the command's first argument.
 """
 
 import dataclasses
@@ -19,14 +23,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
 
 from .configuration_domino import DominoConfig
+from .demo import DemoOptions, run_demo
+from .evaluation.benchmark import BenchOptions, run_bench
 from .evaluation.doctor import NEAR_ONE, PROMPTS, diagnose
+from .evaluation.report import ReportOptions, run_report
 from .hub import write_card
 from .modeling_domino import DominoDrafter
 from .target import Target
 from .training.data import SETTINGS_FILE, load_conversations, read_prompts, regenerate
 from .training.features import cache_features
 from .training.recipe import check_recipe, make_recipe, write_recipe
-from .training.trainer import DominoTrainer, DominoTrainingArguments, last_checkpoint
+from .training.trainer import DominoTrainer, DominoTrainingArguments, last_checkpoint, most_frequent_tokens
 
 
 def _option(default=dataclasses.MISSING, help=""):
@@ -80,6 +87,10 @@ class TrainOptions:
     causal_state_size: int | None = _option(None, help="Width of the head's causal state.")
     correction_rank: int | None = _option(None, help="Rank of the head's correction.")
     mask_token_id: int | None = _option(None, help="Default: an id that the target never emits.")
+    draft_vocabulary_size: int | None = _option(
+        None, help="Let the finished drafter draft only so many tokens, the most frequent ones of the answers."
+    )
+    num_correction_candidates: int | None = _option(None, help="Tokens of a slot that the head corrects. Default: all.")
     license: str | None = _option(None, help='Of the drafter, for its card: "apache-2.0".')
 
 
@@ -92,7 +103,9 @@ class CardOptions:
     revision: str | None = _option(None, help="The target's, a commit or a tag.")
     name: str | None = _option(None, help="The drafter's id on the Hub. Default: the folder's name.")
     license: str | None = _option(None, help='Of the drafter: "apache-2.0".')
-    results: str | None = _option(None, help='A JSON file: {"acceptance": {SET: 2.9, ...}, "speed": {SET: 1.5, ...}}.')
+    results: str | None = _option(
+        None, help='result.json of `hf-domino bench`, or {"acceptance": {SET: 2.9, ...}, "speed": {SET: 1.5, ...}}.'
+    )
     overwrite: bool = _option(False, help="Also replace a card that was written or edited by hand.")
 
 
@@ -116,7 +129,8 @@ class DoctorOptions:
 
 # The options that are fields of a drafter's configuration.
 _DRAFTER_FIELDS = {f.name for f in dataclasses.fields(TrainOptions)} & set(DominoConfig.__dataclass_fields__) - {
-    "dtype"
+    "dtype",
+    "draft_vocabulary_size",  # training needs every token
 }
 
 
@@ -168,6 +182,9 @@ def run_train(options: TrainOptions, args: DominoTrainingArguments) -> None:
     trainer.train(resume_from_checkpoint=checkpoint)
     if eval_records:
         trainer.evaluate()
+    if options.draft_vocabulary_size:
+        vocabulary = most_frequent_tokens(trainer.train_dataset, options.draft_vocabulary_size)
+        trainer.drafter.set_draft_vocabulary(vocabulary)
     trainer.drafter.to(getattr(torch, options.save_dtype))
     trainer.save_state()  # trainer_state.json holds the curve
     trainer.save_model()
@@ -178,15 +195,7 @@ def run_train(options: TrainOptions, args: DominoTrainingArguments) -> None:
 
 def run_card(options: CardOptions) -> None:
     about = dataclasses.asdict(options)
-    folder, results = about.pop("drafter"), about.pop("results")
-    if results:
-        found = json.loads(Path(results).read_text(encoding="utf-8"))
-        if not isinstance(found, dict) or not found or found.keys() - {"acceptance", "speed"}:
-            raise ValueError(
-                f'{results} must hold {{"acceptance": {{SET: ...}}, "speed": {{SET: ...}}}}, or one of them.'
-            )
-        about |= found
-    print(f"The card is {write_card(folder, **about)}.")
+    print(f"The card is {write_card(about.pop('drafter'), **about)}.")
 
 
 def run_doctor(options: DoctorOptions) -> None:
@@ -235,10 +244,13 @@ def hold_out(records: list[dict], count: int) -> tuple[list[dict], list[dict]]:
 # ---- the command line
 
 _COMMANDS = {
+    "demo": (run_demo, [DemoOptions], {}),
     "regenerate": (run_regenerate, [RegenerateOptions], {}),
     # Loss and acceptance are worth seeing more often than every 500 steps.
     "train": (run_train, [TrainOptions, DominoTrainingArguments], {"eval_strategy": "epoch", "logging_steps": 10}),
     "doctor": (run_doctor, [DoctorOptions], {}),
+    "bench": (run_bench, [BenchOptions], {}),
+    "report": (run_report, [ReportOptions], {}),
     "card": (run_card, [CardOptions], {}),
 }
 
@@ -251,6 +263,8 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(0 if asked else 2)
     run, options, defaults = _COMMANDS[argv[0]]
     parser = HfArgumentParser(options, prog=f"hf-domino {argv[0]}", description=options[0].__doc__, allow_abbrev=False)
+    if argv[1:] and not argv[1].startswith("-"):
+        argv = [argv[0], f"--{dataclasses.fields(options[0])[0].name}", *argv[1:]]
     parser.add_argument("--config", help="A YAML file with any of these arguments.")
     parser.set_defaults(**defaults)
     try:

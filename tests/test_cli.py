@@ -1,6 +1,7 @@
 """hf-domino regenerate, train and card, from the prompts to a drafter that generate() takes."""
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -54,6 +55,18 @@ def train(folders, out, *arguments, **settings):
     config.write_text(yaml.safe_dump({**SMALL, **settings}))
     where = ["--target", folders / "target", "--data", folders / "data", "--out", out, "--config", config]
     main(["train", *map(str, where), *arguments])
+
+
+def test_a_draft_vocabulary_from_token_counts(folders, tmp_path):
+    """The tokens that the answers use most, with the end of the turn; training itself sees every token."""
+    out = tmp_path / "drafter"
+    train(folders, out, draft_vocabulary_size=6, num_correction_candidates=3)
+    drafter = DominoDrafter.from_pretrained(out)
+    records = [json.loads(line) for line in (folders / "data" / "conversations.jsonl").read_text().splitlines()]
+    uses = Counter(token for r in records for token, own in zip(r["input_ids"], r["loss_mask"]) if own)
+    drafted = drafter.draft_vocabulary.tolist()
+    assert len(drafted) == 6 and drafter.config.num_correction_candidates == 3
+    assert sum(uses[token] for token in drafted) > 0.8 * sum(count for _, count in uses.most_common(6))
 
 
 def test_from_prompts_to_generation(folders, tmp_path, capsys):
