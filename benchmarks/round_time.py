@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_domino import DominoConfig, DominoDrafter, track_acceptance
 from hf_domino.demo_target import demo_target
@@ -29,7 +29,13 @@ def load(arguments):
     """The target, its tokenizer, and the drafters to compare by name."""
     dtype, device = getattr(torch, arguments.dtype), arguments.device
     folder = arguments.target or demo_target()
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    if arguments.shape is None:
+        target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    else:
+        config = AutoConfig.for_model(**json.loads(Path(arguments.shape).read_text()))
+        target = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        target.generation_config.eos_token_id = None
+    target.to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     drafters = {}
     for block_size in arguments.block_sizes if arguments.drafter is None else [None]:
@@ -121,7 +127,9 @@ def measure(arguments):
             if number <= arguments.show and name == next(iter(drafters)):
                 show(prompt, tokenizer, plain, assisted, prompt_length, acceptance)
     return {
-        "target": str(arguments.target or "SmolLM2-135M-Instruct"),
+        "target": f"random weights, {Path(arguments.shape).stem}"
+        if arguments.shape
+        else str(arguments.target or "SmolLM2-135M-Instruct"),
         "drafter": arguments.drafter
         or f"random weights, 3 layers; drafts of an oracle, right at {arguments.oracle_rate}",
         "dtype": arguments.dtype,
@@ -148,6 +156,9 @@ def main():
     here = Path(__file__).parent
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="folder or Hub id; default: SmolLM2-135M-Instruct")
+    parser.add_argument(
+        "--shape", help="a target's config.json: random weights of that shape, the tokenizer of --target"
+    )
     parser.add_argument("--drafter", help="folder or Hub id; default: random weights with an oracle")
     parser.add_argument("--prompts", default=here / "prompts.jsonl", help="JSON lines with a `prompt`")
     parser.add_argument("--num-prompts", type=int, default=4)

@@ -55,7 +55,7 @@ def test_round_time(folder, tmp_path, with_drafter):
         tiny_drafter(tiny_target()).save_pretrained(tmp_path / "drafter")
         command += ["--drafter", tmp_path / "drafter"]
     else:
-        command += ["--block-sizes", "4", "--oracle-rate", "1.0"]
+        command += ["--block-sizes", "4", "--oracle-rate", "1.0", "--shape", folder / "config.json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     out = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert out.returncode == 0, out.stderr
