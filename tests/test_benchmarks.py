@@ -67,6 +67,25 @@ def test_round_time(folder, tmp_path, with_drafter):
         assert all(value > 0 for name, value in result["ms"].items() if name != "rest")
 
 
+def test_shortlist(folder, tmp_path):
+    """A shortlist of nearly all tokens changes little, one of two tokens much, of all tokens nothing."""
+    drafter = tiny_drafter(tiny_target())
+    with torch.no_grad():
+        drafter.embed_proj[2].weight.mul_(20)
+    drafter.set_draft_vocabulary(range(40))
+    drafter.save_pretrained(tmp_path / "drafter")
+    command = [sys.executable, ROOT / "benchmarks" / "shortlist.py", "--target", folder, "--dtype", "float32"]
+    command += ["--drafter", tmp_path / "drafter", "--num-prompts", "1", "--max-new-tokens", "24", "--device", "cpu"]
+    command += ["--candidates", "2", "97", "--out", tmp_path / "r"]
+    out = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert out.returncode == 0, out.stderr
+    result = json.loads((tmp_path / "r").read_text())
+    assert result["rounds"] > 10 and result["share_of_blocks_that_differ"]["97"] == 0
+    assert result["share_of_blocks_that_differ"]["2"] > 0.5
+    assert set(result["acceptance_length"]) == {"all", "2", "97", "all of 40 tokens", "2 of 40 tokens"}
+    assert result["acceptance_length"]["97"] == result["acceptance_length"]["all"]
+
+
 @pytest.fixture(scope="module")
 def gpu_round():
     spec = importlib.util.spec_from_file_location("gpu_round", ROOT / "benchmarks" / "gpu_round.py")
