@@ -12,6 +12,7 @@ import re
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -144,6 +145,15 @@ class DominoDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
+def gru_step(inputs, state, input_weight, state_weight) -> torch.Tensor:
+    """One step of a GRU without biases, [B, H] and [B, S] -> [B, S]; weights and gates as in `torch.nn.GRU`."""
+    size = state.shape[-1]
+    from_input, from_state = linear(inputs, input_weight), linear(state, state_weight)
+    gates = torch.sigmoid(from_input[:, : 2 * size] + from_state[:, : 2 * size])
+    new = torch.tanh(from_input[:, 2 * size :] + gates[:, :size] * from_state[:, 2 * size :])
+    return torch.lerp(new, state, gates[:, size:])
+
+
 class DominoHead:
     """The Domino head (paper, section 3): base logits plus a low-rank correction from a GRU's causal state.
 
@@ -208,19 +218,24 @@ class DominoHead:
             best, shortlist = base_logits.topk(num_candidates, dim=-1)
             weight = self.embed_proj[2].weight if output_weight is None else output_weight
             best_weight = weight[shortlist.to(weight.device)]
+        if self.config.head == "domino":
+            # W1 [z ; s] = W1_z z + W1_s s, and the first part is taken for all slots at once.
+            first_weight = self.embed_proj[0].weight
+            from_hidden = linear(hidden, first_weight[:, : hidden.shape[-1]])
+            state_weight = first_weight[:, hidden.shape[-1] :].contiguous()
         state = hidden.new_zeros(batch, self.config.causal_state_size)
         embedding = anchor_embedding
         for j in range(count):
             logits, columns = base_logits[:, j], None
             if self.config.head == "domino":
-                state = torch.gru_cell(embedding.to(hidden), state, *gru)
+                state = gru_step(embedding.to(hidden), state, *gru)
                 if j >= self.config.num_uncorrected_tokens:
-                    features = self.embed_proj[1](self.embed_proj[0](torch.cat([hidden[:, j], state], dim=-1)))
+                    features = self.embed_proj[1](from_hidden[:, j] + linear(state, state_weight))
                     if shortlist is not None:
                         logits, columns = best[:, j], shortlist[:, j]
-                        correction = torch.einsum("bkr,br->bk", best_weight[:, j], features)
+                        correction = (best_weight[:, j] @ features[..., None])[..., 0]
                     elif output_weight is not None:
-                        correction = nn.functional.linear(features, output_weight)
+                        correction = linear(features, output_weight)
                     else:
                         correction = self.embed_proj[2](features)
                     logits = logits + correction.to(logits)
