@@ -5,10 +5,13 @@ through their weights: quantised, offloaded and tied ones then just work.
 """
 
 import copy
+import weakref
 
 import torch
 from torch import nn
-from transformers.utils import output_capturing
+from transformers.utils import logging, output_capturing
+
+logger = logging.get_logger(__name__)
 
 # Factors that a family's forward applies outside its embedding and head modules, by the name of the config field.
 # (Gemma scales inside its embedding module, which needs nothing here.)
@@ -25,6 +28,10 @@ _LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 
 # What `output_hidden_states=[...]` counts: layers before transformers 5.23, since then hidden states, embeddings first.
 _COUNTS_EMBEDDINGS = hasattr(output_capturing, "resolve_hidden_states_indices")
+
+
+# Of each output head, the rows that were gathered last.
+_gathered_heads = weakref.WeakKeyDictionary()
 
 
 def hidden_states_request(layer_ids) -> list[int]:
@@ -80,18 +87,30 @@ class Target:
     def restrict(self, token_ids: torch.Tensor) -> "Target":
         """This target with the base logits of some tokens only, [..., H] -> [..., len(token_ids)].
 
-        The rows of a plain output head are gathered once; another kind of head computes all logits and drops the rest.
+        The rows of a plain output head are gathered once, and again when its weights have changed; another kind of head
+        computes all logits and drops the rest, which is said once.
         """
         restricted = copy.copy(self)
         head = self.head
         if type(head) is not nn.Linear or head.weight.is_meta:
+            logger.warning_once(
+                f"The output head of {type(self.model).__name__}, a {type(head).__name__}, has no rows that can be gathered: "
+                "it computes all logits in each round, whatever the draft vocabulary."
+            )
             restricted.head = lambda hidden: (logits := head(hidden))[..., token_ids.to(logits.device)]
             return restricted
-        rows = token_ids.to(head.weight.device)
-        restricted.head = nn.Linear(head.in_features, len(rows), bias=head.bias is not None, device="meta")
-        restricted.head.weight = nn.Parameter(head.weight.detach()[rows], requires_grad=False)
-        if head.bias is not None:
-            restricted.head.bias = nn.Parameter(head.bias.detach()[rows], requires_grad=False)
+        weight, rows = head.weight, token_ids.to(head.weight.device)
+        state = weight.data_ptr(), None if weight.is_inference() else weight._version, weight.dtype
+        old_state, old_rows, gathered = _gathered_heads.get(head, (None, None, None))
+        # What was gathered in inference mode is of no use to training.
+        is_locked = gathered is not None and gathered.weight.is_inference() and not torch.is_inference_mode_enabled()
+        if state != old_state or is_locked or not torch.equal(rows, old_rows):
+            gathered = nn.Linear(head.in_features, len(rows), bias=head.bias is not None, device="meta")
+            gathered.weight = nn.Parameter(weight.detach()[rows], requires_grad=False)
+            if head.bias is not None:
+                gathered.bias = nn.Parameter(head.bias.detach()[rows], requires_grad=False)
+            _gathered_heads[head] = state, rows, gathered
+        restricted.head = gathered
         return restricted
 
     def _factors(self, names):

@@ -137,6 +137,23 @@ def test_restricted_heads(target):
     torch.testing.assert_close(asked.restrict(ids).base_logits(hidden), expected)
 
 
+@torch.no_grad()
+def test_rows_are_gathered_once_and_again_when_they_changed():
+    target = tiny_target()
+    ids, hidden = torch.tensor(SOME), torch.randn(1, 3, 32)
+    with torch.inference_mode():
+        Target(target).restrict(ids)
+    first = Target(target).restrict(ids).head
+    assert not first.weight.is_inference()
+    assert Target(target).restrict(ids.clone()).head is first
+    for change in (lambda: target.lm_head.weight.mul_(2), target.double, target.float):
+        change()
+        again = Target(target).restrict(ids)
+        expected = target.lm_head(hidden.to(target.dtype))[..., SOME]
+        torch.testing.assert_close(again.base_logits(hidden), expected)
+        assert Target(target).restrict(ids[:3]).head.out_features == 3
+
+
 def test_mask_token_is_no_draft_to_worry_about(target):
     drafter = tiny_drafter(target)
     drafter.set_draft_vocabulary([*SOME, MASK])
