@@ -2,8 +2,8 @@
 
     python benchmarks/shortlist.py --target FOLDER_OR_ID --drafter FOLDER_OR_ID --out shortlist.json
 
-Every round of the exact drafter is drafted once more with each shortlist, from the same hidden vectors. Then whole calls
-are made with each shortlist, and with the drafter's own draft vocabulary if it has one.
+Every round of the exact drafter is drafted once more with each shortlist, from the same hidden vectors. Then whole
+calls are made with each shortlist, and with the drafter's own draft vocabulary if it has one.
 """
 
 import argparse

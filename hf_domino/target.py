@@ -94,8 +94,8 @@ class Target:
         head = self.head
         if type(head) is not nn.Linear or head.weight.is_meta:
             logger.warning_once(
-                f"The output head of {type(self.model).__name__}, a {type(head).__name__}, has no rows that can be gathered: "
-                "it computes all logits in each round, whatever the draft vocabulary."
+                f"The rows of {type(self.model).__name__}'s output head ({type(head).__name__}) can't be gathered: it "
+                "computes all logits in each round, whatever the draft vocabulary."
             )
             restricted.head = lambda hidden: (logits := head(hidden))[..., token_ids.to(logits.device)]
             return restricted
