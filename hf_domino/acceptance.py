@@ -11,7 +11,8 @@ _open_trackers: list["Acceptance"] = []
 class Acceptance:
     """Acceptance lengths of the rounds seen by [`track_acceptance`].
 
-    A round is one draft and its verification; the pass over the prompt is none.
+    A round is one draft and its verification; the pass over the prompt is none. A pass that verifies nothing, because
+    the room ended or the schedule drafted nothing, counts as a round that drafted 0 tokens and kept 1.
 
     Attributes:
         lengths (`list[int]`): Tokens kept in each round, the target's own (bonus) token included.
