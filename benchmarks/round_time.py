@@ -48,7 +48,9 @@ def load(arguments):
                 shape = {"num_hidden_layers": 3, "block_size": block_size, "causal_state_size": 256}
                 config = DominoConfig.for_target(target.config, tokenizer, **shape, **reading)
                 drafter = DominoDrafter(config).to(dtype)
-            if vocabulary is not None:  # which tokens these are does not matter for the time
+            if vocabulary is None:
+                drafter.set_draft_vocabulary(None)
+            elif vocabulary != drafter.config.draft_vocabulary_size:  # which tokens these are does not matter here
                 drafter.set_draft_vocabulary(range(vocabulary))
             name = (
                 f"block {drafter.config.block_size}, {candidates or 'all'} candidates of {vocabulary or 'all'} tokens"

@@ -161,10 +161,12 @@ def cache_features(
     """
     folder = Path(folder)
     fingerprint = cache_fingerprint(target, layer_ids)
-    kind = {"last_hidden": last_hidden, "max_length": max_length, "dtype": str(dtype)}
-    shards = []
+    shards, cache = [], None
     if (folder / INDEX_FILE).is_file():
         cache = FeatureCache(folder)
+        last_hidden = last_hidden or cache.kind["last_hidden"]  # what is there beyond the need stays in use
+    kind = {"last_hidden": last_hidden, "max_length": max_length, "dtype": str(dtype)}
+    if cache is not None:
         cache.check(fingerprint, last_hidden, max_length)
         if cache.kind != kind:
             raise ValueError(f"The feature cache {folder} holds {cache.kind}, not {kind}: choose another folder.")

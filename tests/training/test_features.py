@@ -137,6 +137,16 @@ def test_a_cache_grows_with_the_data(target, tmp_path):
     assert len(Conversations(records + more, cache=cache)) == 10
 
 
+def test_a_cache_with_last_hidden_states_serves_who_needs_none(target, tmp_path):
+    records, more = random_records(), random_records(seed=1)
+    cache_features(target, records, LAYERS, tmp_path, last_hidden=True, progress=False)
+    with mock.patch.object(features_module, "compute_features", wraps=compute_features) as computed:
+        cache_features(target, records, LAYERS, tmp_path, progress=False)
+    assert computed.call_count == 1  # the probe alone
+    cache = cache_features(target, records + more, LAYERS, tmp_path, progress=False)
+    assert all("last_hidden" in item for item in Conversations(records + more, cache=cache))
+
+
 def test_a_cache_of_something_else_is_refused(target, tmp_path):
     records = random_records()
     cache_features(target, records, LAYERS, tmp_path, progress=False, max_length=30)
