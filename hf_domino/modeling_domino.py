@@ -151,7 +151,7 @@ def gru_step(inputs, state, input_weight, state_weight) -> torch.Tensor:
     from_input, from_state = linear(inputs, input_weight), linear(state, state_weight)
     gates = torch.sigmoid(from_input[:, : 2 * size] + from_state[:, : 2 * size])
     new = torch.tanh(from_input[:, 2 * size :] + gates[:, :size] * from_state[:, 2 * size :])
-    return torch.lerp(new, state, gates[:, size:])
+    return new + gates[:, size:] * (state - new)  # not lerp: under autocast the dtypes differ
 
 
 class DominoHead:
