@@ -145,15 +145,6 @@ class DominoDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-def gru_step(inputs, state, input_weight, state_weight) -> torch.Tensor:
-    """One step of a GRU without biases, [B, H] and [B, S] -> [B, S]; weights and gates as in `torch.nn.GRU`."""
-    size = state.shape[-1]
-    from_input, from_state = linear(inputs, input_weight), linear(state, state_weight)
-    gates = torch.sigmoid(from_input[:, : 2 * size] + from_state[:, : 2 * size])
-    new = torch.tanh(from_input[:, 2 * size :] + gates[:, :size] * from_state[:, 2 * size :])
-    return new + gates[:, size:] * (state - new)  # not lerp: under autocast the dtypes differ
-
-
 class DominoHead:
     """The Domino head (paper, section 3): base logits plus a low-rank correction from a GRU's causal state.
 
@@ -228,7 +219,7 @@ class DominoHead:
         for j in range(count):
             logits, columns = base_logits[:, j], None
             if self.config.head == "domino":
-                state = gru_step(embedding.to(hidden), state, *gru)
+                state = torch.gru_cell(embedding.to(hidden), state, *gru)
                 if j >= self.config.num_uncorrected_tokens:
                     features = self.embed_proj[1](from_hidden[:, j] + linear(state, state_weight))
                     if shortlist is not None:
