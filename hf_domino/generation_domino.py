@@ -46,11 +46,10 @@ class DominoCandidateGenerator(CandidateGenerator):
             generation_config, "num_correction_candidates", self.config.num_correction_candidates
         )
         # Of a draft vocabulary, only the rows of the output head and of the correction are read.
-        self.vocabulary, self.head, self.output_weight = drafter.draft_vocabulary, self.target, None
+        self.vocabulary, self.head, self.weights = drafter.draft_vocabulary, self.target, None
         if self.vocabulary is not None:
             self.head = self.target.restrict(self.vocabulary)
-            if self.config.head == "domino":
-                self.output_weight = drafter.embed_proj[2].weight[self.vocabulary]
+            self.weights = drafter.head_weights(self.target)
             self.vocabulary = self.vocabulary.to(self.target.device)
         self.context = ContextCache(self.config.num_hidden_layers)
         self.new_features = []
@@ -151,7 +150,7 @@ class DominoCandidateGenerator(CandidateGenerator):
             return self.choose(logits, columns, prefix)
 
         tokens, self.chosen_from = self.drafter.roll_out(
-            hidden, base_logits, anchor_embedding, choose, self.target.embed, self.num_candidates, self.output_weight
+            hidden, base_logits, anchor_embedding, choose, self.target.embed, self.num_candidates, self.weights
         )
         return tokens, torch.stack(self.chosen_from, dim=1) if self.returns_logits else None
 

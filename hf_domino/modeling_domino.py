@@ -12,7 +12,6 @@ import re
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -22,11 +21,11 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3RMSNorm,
     Qwen3RotaryEmbedding,
     eager_attention_forward,
-    rotate_half,
 )
 
 from .checkpoints import MAY_BE_UNUSED, check_draft_vocabulary, load_drafter
 from .configuration_domino import DominoConfig
+from .head import DominoHead
 from .initialization import copy_from_target, fields_from_target
 
 logger = logging.getLogger(__name__)
@@ -84,6 +83,11 @@ def visible(config: DominoConfig, layer_type: str, query_position, key_position,
     return seen & (query_position - key_position < config.sliding_window) if sliding else seen
 
 
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding of [B, heads, T, head_dim]; `sin` is negative in the first half of head_dim."""
+    return states * cos + states.roll(states.shape[-1] // 2, dims=-1) * sin
+
+
 class DominoAttention(nn.Module):
     """Attention of a block over the context and itself; both pass through this layer's own key and value weights."""
 
@@ -112,9 +116,9 @@ class DominoAttention(nn.Module):
         query = self.q_norm(self.q_proj(hidden_states).view(batch, slots, -1, self.head_dim)).transpose(1, 2)
         key = self.k_norm(self.k_proj(keys_of).view(shape)).transpose(1, 2)
         value = self.v_proj(keys_of).view(shape).transpose(1, 2)
-        cos, sin = (part.unsqueeze(1) for part in rotary)
-        query = query * cos[..., -slots:, :] + rotate_half(query) * sin[..., -slots:, :]
-        key = key * cos + rotate_half(key) * sin
+        cos, sin = rotary
+        query = rotate(query, cos[..., -slots:, :], sin[..., -slots:, :])
+        key = rotate(key, cos, sin)
         # Under autocast these two are float32 by now, and not every backend takes mixed dtypes.
         query, key = query.to(value.dtype), key.to(value.dtype)
         if context is not None:
@@ -143,98 +147,6 @@ class DominoDecoderLayer(GradientCheckpointingLayer):
             self.input_layernorm(hidden_states), context_states, rotary, attention_mask, context, first
         )
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-
-
-class DominoHead:
-    """The Domino head (paper, section 3): base logits plus a low-rank correction from a GRU's causal state.
-
-    logits_j = base_j + W2 SiLU(W1 [z_j ; s_j]),  s_j = GRU(anchor, d_0 .. d_{j-1}) from a zero state in every block.
-    A mixin over the modules `prefix_gru` and `embed_proj`, which stand at the top of the drafter as in the public
-    checkpoints. Both forms below take n drafting slots; with `head="none"` they return the base logits.
-    """
-
-    def correction_features(self, hidden: torch.Tensor, token_embeddings: torch.Tensor) -> torch.Tensor:
-        """SiLU(W1 [z_j ; s_j]) with the states of given tokens (teacher forcing); `embed_proj[2]` maps it to V.
-
-        Args:
-            hidden: [B, n, H], the backbone's vectors z of the drafting slots.
-            token_embeddings: [B, n, H], embeddings of the anchor and of the first n - 1 drafted tokens.
-
-        Returns:
-            [B, n, rank].
-        """
-        states, _ = self.prefix_gru(token_embeddings.to(self.dtype))
-        return self.embed_proj[1](self.embed_proj[0](torch.cat([hidden, states], dim=-1)))
-
-    def teacher_forced(self, hidden, base_logits, token_embeddings) -> torch.Tensor:
-        """Logits [B, n, V] in float32 of a whole block, given its tokens. Arguments as in `correction_features`."""
-        logits = base_logits.float()
-        uncorrected = self.config.num_uncorrected_tokens
-        if self.config.head == "none" or uncorrected >= hidden.shape[1]:
-            return logits
-        features = self.correction_features(hidden, token_embeddings)[:, uncorrected:]
-        corrected = logits[:, uncorrected:] + self.embed_proj[2](features).to(logits)
-        return torch.cat([logits[:, :uncorrected], corrected], dim=1)
-
-    def roll_out(
-        self, hidden, base_logits, anchor_embedding, choose, embed, num_candidates=None, output_weight=None
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Draft token by token. Nothing here waits for the device.
-
-        Args:
-            hidden: [B, n, H].
-            base_logits: [B, n, V] in float32.
-            anchor_embedding: [B, H].
-            choose: maps (logits [B, K], tokens so far [B, j], columns [B, K]) to (token [B], logits it was chosen
-                from). `columns` says which columns of the base logits these are; None: all of them, K = V.
-            embed: maps token ids [B] to embeddings [B, H].
-            num_candidates: K, correct only so many of a slot's largest base logits and choose among them. The matrix
-                W2, as wide as the vocabulary, is then not read for every slot. Default: correct and offer all.
-            output_weight: [V, rank], rows of W2 where the base logits are those of some tokens only.
-
-        Returns:
-            Drafted tokens [B, n] and a list of n logits, what `choose` chose each from.
-        """
-        # torch.compile takes the GRU's weights, but not the module.
-        gru = (self.prefix_gru.weight_ih_l0, self.prefix_gru.weight_hh_l0) if self.config.head == "domino" else None
-        return self.run_slots(hidden, base_logits, anchor_embedding, choose, embed, num_candidates, output_weight, gru)
-
-    def run_slots(self, hidden, base_logits, anchor_embedding, choose, embed, num_candidates, output_weight, gru):
-        """The arithmetic of `roll_out`, which [`DominoDrafter.compile`] compiles."""
-        batch, count = hidden.shape[:2]
-        tokens = torch.empty(batch, count, dtype=torch.long, device=base_logits.device)
-        chosen_from = []
-        shortlist = None
-        if self.config.head == "domino" and num_candidates is not None and num_candidates < base_logits.shape[-1]:
-            best, shortlist = base_logits.topk(num_candidates, dim=-1)
-            weight = self.embed_proj[2].weight if output_weight is None else output_weight
-            best_weight = weight[shortlist.to(weight.device)]
-        if self.config.head == "domino":
-            # W1 [z ; s] = W1_z z + W1_s s, and the first part is taken for all slots at once.
-            first_weight = self.embed_proj[0].weight
-            from_hidden = linear(hidden, first_weight[:, : hidden.shape[-1]])
-            state_weight = first_weight[:, hidden.shape[-1] :].contiguous()
-        state = hidden.new_zeros(batch, self.config.causal_state_size)
-        embedding = anchor_embedding
-        for j in range(count):
-            logits, columns = base_logits[:, j], None
-            if self.config.head == "domino":
-                state = torch.gru_cell(embedding.to(hidden), state, *gru)
-                if j >= self.config.num_uncorrected_tokens:
-                    features = self.embed_proj[1](from_hidden[:, j] + linear(state, state_weight))
-                    if shortlist is not None:
-                        logits, columns = best[:, j], shortlist[:, j]
-                        correction = (best_weight[:, j] @ features[..., None])[..., 0]
-                    elif output_weight is not None:
-                        correction = linear(features, output_weight)
-                    else:
-                        correction = self.embed_proj[2](features)
-                    logits = logits + correction.to(logits)
-            tokens[:, j], logits = choose(logits, tokens[:, :j], columns)
-            chosen_from.append(logits)
-            if self.config.head == "domino" and j + 1 < count:
-                embedding = embed(tokens[:, j])
-        return tokens, chosen_from
 
 
 class Compiled:
@@ -429,7 +341,9 @@ class DominoDrafter(DominoHead, PreTrainedModel):
     def run_layers(self, hidden_states, features, position_ids, masks, context, first) -> torch.Tensor:
         """The arithmetic of `forward`, which [`compile`] compiles."""
         context_states = self.hidden_norm(self.fc(features.to(hidden_states)))
-        rotary = self.rotary_emb(hidden_states, position_ids)
+        cos, sin = self.rotary_emb(hidden_states, position_ids)
+        half = sin.shape[-1] // 2
+        rotary = cos[:, None], torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)[:, None]
         for layer, layer_type in zip(self.layers, self.config.layer_types):
             hidden_states = layer(
                 hidden_states, context_states, rotary, masks[layer_type], context, first.get(layer_type, 0)
