@@ -45,11 +45,11 @@ class DominoCandidateGenerator(CandidateGenerator):
         self.num_candidates = getattr(
             generation_config, "num_correction_candidates", self.config.num_correction_candidates
         )
+        self.weights = drafter.head_weights(self.target)
         # Of a draft vocabulary, only the rows of the output head and of the correction are read.
-        self.vocabulary, self.head, self.weights = drafter.draft_vocabulary, self.target, None
+        self.vocabulary, self.head = drafter.draft_vocabulary, self.target
         if self.vocabulary is not None:
             self.head = self.target.restrict(self.vocabulary)
-            self.weights = drafter.head_weights(self.target)
             self.vocabulary = self.vocabulary.to(self.target.device)
         self.context = ContextCache(self.config.num_hidden_layers)
         self.new_features = []

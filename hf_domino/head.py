@@ -127,7 +127,7 @@ class DominoHead:
             embed: maps token ids [B] to embeddings [B, H].
             num_candidates: K, correct only so many of a slot's largest base logits and choose among them. The matrix
                 W2, as wide as the vocabulary, is then not read for every slot. Default: correct and offer all.
-            weights: of [`head_weights`], where the base logits are those of the draft vocabulary only.
+            weights: of [`head_weights`]; needed where the base logits are those of the draft vocabulary only.
 
         Returns:
             Drafted tokens [B, n] and a list of n logits, what `choose` chose each from.
