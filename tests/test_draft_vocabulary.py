@@ -154,60 +154,6 @@ def test_rows_are_gathered_once_and_again_when_they_changed():
         assert Target(target).restrict(ids[:3]).head.out_features == 3
 
 
-@pytest.mark.parametrize("candidates", (None, 4))
-@torch.no_grad()
-def test_prepared_weights_give_the_logits_of_the_teacher_forced_head(target, candidates):
-    drafter, asked, ids = restricted(target), Target(target), torch.tensor(SOME)
-    hidden, anchor = torch.randn(2, 8, 32), asked.embed(torch.tensor([[2], [50]]))
-    base = asked.base_logits(hidden)
-
-    def choose(logits, so_far, columns):
-        best = logits.argmax(-1, keepdim=True)
-        return ids[best if columns is None else columns.gather(1, best)][:, 0], logits.amax(-1)
-
-    weights = drafter.head_weights(asked)
-    assert weights.inputs.shape == (len(SOME), 48)
-    tokens, best = drafter.roll_out(hidden, base[..., SOME], anchor[:, 0], choose, asked.embed, candidates, weights)
-    read = torch.cat([anchor, asked.embed(tokens[:, :-1])], dim=1)
-    expected = drafter.teacher_forced(hidden, base, read).gather(-1, tokens[..., None])[..., 0]
-    torch.testing.assert_close(torch.stack(best, dim=1), expected, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_weights_are_prepared_once_and_again_when_something_changed():
-    target = tiny_target()
-    drafter, asked, some = restricted(target), Target(target), torch.tensor(SOME)
-    changes = (
-        lambda: drafter.prefix_gru.weight_ih_l0.mul_(2),
-        lambda: drafter.embed_proj[2].weight.add_(1),
-        lambda: target.get_input_embeddings().weight.mul_(3),
-        lambda: drafter.set_draft_vocabulary(SOME[:4]),
-        lambda: setattr(asked, "embeddings", tiny_target().get_input_embeddings()),
-        drafter.double,
-    )
-    for change in changes:
-        before = drafter.head_weights(asked)
-        assert drafter.head_weights(asked) is before
-        change()
-        weights, some = drafter.head_weights(asked), drafter.draft_vocabulary
-        read = asked.embed(some).to(drafter.dtype) @ drafter.prefix_gru.weight_ih_l0.T
-        torch.testing.assert_close(weights.inputs[weights.rows[some]], read.to(weights.inputs))
-        torch.testing.assert_close(weights.output, drafter.embed_proj[2].weight[some].to(weights.output))
-
-
-def test_prepared_weights_stay_small_and_are_float32_on_a_cpu(target):
-    drafter = restricted(target).bfloat16()
-    weights = drafter.head_weights(Target(target))
-    assert {w.dtype for w in (weights.inputs, weights.recurrent, weights.from_state, weights.output)} == {torch.float32}
-    wide = tiny_target(vocab_size=5000)
-    drafter = tiny_drafter(wide, causal_state_size=64)
-    drafter.set_draft_vocabulary(range(5000))
-    weights = drafter.head_weights(Target(wide))
-    assert weights.inputs is None, "5,000 rows of 192 numbers are more than the drafter has"
-    assert drafter.head_weights() is not None and restricted(target, head="none").head_weights() is None
-    assert_same_as_plain(wide, drafter, 0.8, **inputs())
-
-
 def test_mask_token_is_no_draft_to_worry_about(target):
     drafter = tiny_drafter(target)
     drafter.set_draft_vocabulary([*SOME, MASK])

@@ -16,8 +16,7 @@ from transformers import AutoConfig, AutoModel, CohereConfig, GlmConfig, LlamaCo
 import hf_domino
 from hf_domino import DominoConfig, DominoDrafter
 from hf_domino.modeling_domino import ContextCache, visible
-from hf_domino.target import Target
-from tests.tiny import MASK, VOCAB, inputs, tiny_drafter, tiny_target
+from tests.tiny import VOCAB, inputs, tiny_drafter, tiny_target
 
 SLIDING = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=8)
 BOTH_SLIDING = dict(layer_types=["sliding_attention"] * 2, sliding_window=10)
@@ -233,17 +232,6 @@ def test_warm_start_from_a_file_without_a_head(tmp_path, target, caplog):
     assert set(info["missing_keys"]) == head
     assert "has no Domino head" in caplog.text
     assert_initialised(loaded)
-
-
-def test_new_head_is_the_identity(target):
-    config = DominoConfig.for_target(target.config, block_size=8, causal_state_size=16, correction_rank=8)
-    drafter = DominoDrafter(config)
-    hidden, base = block(drafter), torch.randn(1, 8, VOCAB)
-    embed = torch.nn.Embedding(VOCAB, config.hidden_size)
-    tokens, logits = drafter.roll_out(hidden, base, hidden[:, 0], lambda row, *_: (row.argmax(-1), row), embed)
-    assert torch.equal(torch.stack(logits, dim=1), base)
-    assert torch.equal(tokens, base.argmax(-1))
-    assert torch.equal(drafter.teacher_forced(hidden, base, hidden), base)
 
 
 # The backbone
@@ -539,94 +527,7 @@ def test_one_drafter_serves_many_threads(target):
         assert all(torch.equal(result, expected[seed]) for result in results[seed])
 
 
-# The head
-
-
-def drafted(target, drafter, batch=1):
-    """A greedy block: hidden vectors, base logits and embeddings of what the head reads, tokens, chosen logits."""
-    asked = Target(target)
-    ids = torch.full((batch, drafter.config.block_size), MASK)
-    ids[:, 0] = torch.arange(5, 5 + batch)
-    embeddings = asked.embed(ids)
-    hidden = drafter(embeddings, features(drafter, 5, batch))[:, drafter.config.first_draft_slot :]
-    base = asked.base_logits(hidden).float()
-
-    def greedy(logits, so_far, columns):
-        return logits.argmax(-1), logits
-
-    with poisoned_memory():
-        tokens, logits = drafter.roll_out(hidden, base, embeddings[:, 0], greedy, asked.embed)
-    read = torch.cat([embeddings[:, :1], asked.embed(tokens[:, :-1])], dim=1)
-    return hidden, base, read, tokens, torch.stack(logits, dim=1)
-
-
-@pytest.mark.parametrize("uncorrected", [0, 1, 2])
-@pytest.mark.parametrize("sample_from_anchor", [True, False])
-@pytest.mark.parametrize("head", ["domino", "none"])
-@torch.no_grad()
-def test_rolled_out_logits_are_the_teacher_forced_ones(target, uncorrected, sample_from_anchor, head):
-    drafter = sharp(
-        tiny_drafter(target, num_uncorrected_tokens=uncorrected, sample_from_anchor=sample_from_anchor, head=head)
-    )
-    hidden, base, read, tokens, logits = drafted(target, drafter, batch=3)
-    assert tokens.shape == (3, drafter.config.num_draft_tokens) == (3, 8 if sample_from_anchor else 7)
-    assert ((tokens >= 0) & (tokens < VOCAB)).all()
-    torch.testing.assert_close(drafter.teacher_forced(hidden, base, read), logits, rtol=1e-5, atol=1e-5)
-    assert torch.equal(tokens, logits.argmax(-1))
-    # The first drafts are the backbone's own; with a head the others are not.
-    uncorrected = uncorrected if head == "domino" else base.shape[1]
-    assert torch.equal(logits[:, :uncorrected], base[:, :uncorrected])
-    assert (logits[:, uncorrected:] != base[:, uncorrected:]).any(-1).all()
-
-
-@torch.no_grad()
-def test_head_is_what_the_paper_writes(target):
-    drafter = sharp(tiny_drafter(target, num_uncorrected_tokens=0))
-    hidden, base, read, _, logits = drafted(target, drafter)
-    width = drafter.config.causal_state_size
-    w_ih, w_hh = drafter.prefix_gru.weight_ih_l0, drafter.prefix_gru.weight_hh_l0
-    state = torch.zeros(width)
-    for j in range(base.shape[1]):
-        (x_r, x_z, x_n), (h_r, h_z, h_n) = (w_ih @ read[0, j]).split(width), (w_hh @ state).split(width)
-        reset, update = (x_r + h_r).sigmoid(), (x_z + h_z).sigmoid()
-        state = (1 - update) * (x_n + reset * h_n).tanh() + update * state
-        rank = F.silu(drafter.embed_proj[0].weight @ torch.cat([hidden[0, j], state]))
-        torch.testing.assert_close(logits[0, j], base[0, j] + drafter.embed_proj[2].weight @ rank, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_correction_of_a_slot_depends_on_the_tokens_before_it_only(target):
-    drafter = sharp(tiny_drafter(target, num_uncorrected_tokens=0))
-    hidden, base, read, _, logits = drafted(target, drafter)
-    for j in range(base.shape[1]):
-        changed = read.clone()
-        changed[:, j] += 1
-        difference = (drafter.teacher_forced(hidden, base, changed) != drafter.teacher_forced(hidden, base, read)).any(
-            -1
-        )
-        assert difference[0].tolist() == [slot >= j for slot in range(base.shape[1])]
-
-
-@torch.no_grad()
-def test_chosen_token_is_the_one_that_the_state_reads(target):
-    """Whatever `choose` picks, sampled or processed, is returned and fed back."""
-    drafter = sharp(tiny_drafter(target))
-    asked, (hidden, base, _, _, _) = Target(target), drafted(target, drafter)
-    picks = torch.tensor([4, 9, 2, 7, 1, 8, 3, 6])
-    prefixes = []
-
-    def choose(logits, so_far, columns):
-        prefixes.append(so_far.clone())
-        return picks[so_far.shape[1]][None], 2 * logits
-
-    anchor = asked.embed(torch.tensor([[5]]))
-    tokens, logits = drafter.roll_out(hidden, base, anchor[:, 0], choose, asked.embed)
-    assert torch.equal(tokens[0], picks)
-    assert [prefix[0].tolist() for prefix in prefixes] == [picks[:j].tolist() for j in range(8)]
-    read = torch.cat([anchor, asked.embed(picks[None, :-1])], dim=1)
-    torch.testing.assert_close(
-        torch.stack(logits, dim=1), 2 * drafter.teacher_forced(hidden, base, read), rtol=1e-5, atol=1e-5
-    )
+# Drafting
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
