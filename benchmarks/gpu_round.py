@@ -222,12 +222,9 @@ class Setting:
         def call():
             return generator.correct(hidden, base, embedding, self.anchor)[0]
 
-        steps, corrected = config.num_draft_tokens, config.num_draft_tokens - config.num_uncorrected_tokens
-        state = sum(p.numel() for p in self.drafter.prefix_gru.parameters())
-        inner = self.drafter.embed_proj[0].weight.numel()
-        rows = candidates or vocabulary or config.vocab_size
-        read = steps * state + corrected * (inner + rows * config.correction_rank)
-        return call, self.bytes_of(read) + base.numel() * base.element_size()
+        corrected = config.num_draft_tokens - config.num_uncorrected_tokens
+        read = generator.weights.bytes_read(config.num_draft_tokens, corrected, candidates)
+        return call, read + base.numel() * base.element_size()
 
     def drafting(self, context, candidates, vocabulary):
         """All parts but the features, in one call: what a graph of a whole round would replay."""

@@ -33,6 +33,15 @@ class HeadWeights(NamedTuple):
     inputs: torch.Tensor | None = None
     rows: torch.Tensor | None = None
 
+    def bytes_read(self, num_drafts: int, num_corrected: int, num_candidates: int | None = None) -> int:
+        """Bytes of these weights that a rollout reads, each time it reads them. Arguments: drafts, those of them that
+        are corrected, and the tokens of a slot that are."""
+        of_inputs = self.input.nbytes if self.inputs is None else self.inputs[0].nbytes
+        output = self.output[:num_candidates].nbytes
+        of_a_draft, of_a_correction = self.recurrent.nbytes + of_inputs, self.from_state.nbytes + output
+        of_the_block = self.from_hidden.nbytes + self.input.nbytes - of_inputs  # the anchor is no draft
+        return of_the_block + num_drafts * of_a_draft + num_corrected * of_a_correction
+
 
 # Of each drafter, what was prepared last for its draft vocabulary.
 _prepared = weakref.WeakKeyDictionary()
@@ -92,7 +101,8 @@ class DominoHead:
         sources = [*weights[:3], output, getattr(target.embeddings, "weight", output)]
         state = [(w.data_ptr(), None if w.is_inference() else w._version, w.dtype) for w in sources]
         embeddings, old_state, old_vocabulary, prepared = _prepared.get(self, (lambda: None, None, None, None))
-        if embeddings() is target.embeddings and state == old_state and torch.equal(vocabulary, old_vocabulary):
+        is_same = embeddings() is target.embeddings and state == old_state and not vocabulary.is_meta
+        if is_same and torch.equal(vocabulary, old_vocabulary):
             return prepared
         with torch.no_grad():
             prepared = self._prepare(weights, vocabulary, target)

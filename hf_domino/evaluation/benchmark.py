@@ -19,6 +19,7 @@ import transformers
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..target import Target
 from ..training.data import ChatFormat, stop_ids
 from .methods import METHODS, build_methods, chosen_methods
 from .prompts import SETS, read_set, spread
@@ -342,10 +343,8 @@ def bytes_of_a_round(target, drafter, num_drafts: int) -> dict[str, int]:
     }
     if config.head == "domino":
         corrected = max(0, num_drafts - config.num_uncorrected_tokens)
-        first, _, last = drafter.embed_proj
-        candidates = min(config.num_correction_candidates or rows, rows)
-        of_a_slot = size(first) + size(last) * candidates // config.vocab_size
-        parts["correction"] = num_drafts * size(drafter.prefix_gru) + corrected * of_a_slot
+        weights = drafter.head_weights(Target(target))
+        parts["correction"] = weights.bytes_read(num_drafts, corrected, config.num_correction_candidates)
     return parts
 
 

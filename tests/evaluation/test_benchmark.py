@@ -380,10 +380,14 @@ def test_bytes_of_a_round(target):
     assert found["target"] == 4 * (sum(p.numel() for p in target.parameters()) - hidden * vocab)
     head = [*drafter.prefix_gru.parameters(), *drafter.embed_proj.parameters()]
     assert found["backbone"] == 4 * (sum(p.numel() for p in drafter.parameters()) - sum(p.numel() for p in head))
-    gru, first, last = 3 * 16 * (hidden + 16), 8 * (hidden + 16), 10 * 8
-    assert found["correction"] == 4 * (slots * gru + (slots - drafter.config.num_uncorrected_tokens) * (first + last))
+    read, gru, first, last = 3 * 16 * hidden, 3 * 16 * 16, 8 * 16, 10 * 8
+    corrected = (slots - drafter.config.num_uncorrected_tokens) * (first + last)
+    assert found["correction"] == 4 * (8 * hidden + slots * (read + gru) + corrected)
     drafter.set_draft_vocabulary(range(20))
-    assert bytes_of_a_round(target, drafter, slots)["output head"] == 4 * hidden * 20
+    found = bytes_of_a_round(target, drafter, slots)
+    assert found["output head"] == 4 * hidden * 20
+    # Only the anchor's embedding is multiplied; of each draft, one row of products is read.
+    assert found["correction"] == 4 * (8 * hidden + read + (slots - 1) * 3 * 16 + slots * gru + corrected)
 
 
 # ---- the command
