@@ -20,7 +20,10 @@ _BATCH = "per_device_train_batch_size * gradient_accumulation_steps * processes"
 
 
 def make_recipe(options: dict, args, conversations: int, held_out: int, answers: dict | None = None) -> dict:
-    """The recipe of a run: `hf-domino train`'s options, the training arguments, its data and how that was generated."""
+    """The recipe of a run: `hf-domino train`'s options, the training arguments, its data and how that was generated.
+
+    Where it starts from a drafter in a folder, the recipe of that one's own training comes along.
+    """
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     data = {"conversations": conversations, "held_out": held_out}
     return {
@@ -29,6 +32,7 @@ def make_recipe(options: dict, args, conversations: int, held_out: int, answers:
         "data": data,
         "answers": answers,
         "sequences_per_step": batch,
+        "before": read_recipe(Path(options["init_from"])) if options.get("init_from") else {},
     }
 
 
@@ -71,7 +75,8 @@ def recipe_rows(recipe: dict) -> dict:
     answers = recipe.get("answers") or {}
     data |= {f"answers: {name}": answers[name] for name in _ANSWERS if answers.get(name) is not None}
     batch = {"sequences a step": recipe["sequences_per_step"]} if "sequences_per_step" in recipe else {}
-    return data | batch | rows
+    before = recipe_rows(recipe["before"]) if recipe.get("before") else {}
+    return data | batch | rows | {f"before: {name}": value for name, value in before.items()}
 
 
 def _what_decides(recipe: dict) -> dict:
