@@ -7,8 +7,10 @@ checkpoints.
 
 import functools
 import importlib
+import inspect
 import logging
 import re
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -276,9 +278,19 @@ class DominoDrafter(DominoHead, PreTrainedModel):
         copy_from_target(drafter, target)
         return drafter
 
-    def save_pretrained(self, save_directory, *args, **kwargs):
-        """As in transformers. The tensors keep the names they have here, whatever file they were loaded from."""
+    def save_pretrained(self, save_directory, *args, push_to_hub=False, **kwargs):
+        """As in transformers. The tensors keep the names they have here, whatever file they were loaded from.
+
+        With `push_to_hub=True`, [`push_to_hub`] follows; it takes `repo_id` (default: the folder's name) and all else
+        that saving does not.
+        """
+        own = inspect.signature(PreTrainedModel.save_pretrained).parameters
+        pushing = {name: kwargs.pop(name) for name in [*kwargs] if name not in own} if push_to_hub else {}
         super().save_pretrained(save_directory, *args, **{"save_original_format": False, **kwargs})
+        if push_to_hub and kwargs.get("is_main_process", True):
+            repo_id = pushing.pop("repo_id", None) or Path(save_directory).resolve().name
+            both = {name: kwargs[name] for name in ("token", "max_shard_size") if name in kwargs}
+            self.push_to_hub(repo_id, **pushing, **both)
 
     def push_to_hub(self, repo_id, **kwargs):
         """Push the drafter, with a card where the Hub has none or an older one of hf_domino's own.

@@ -291,6 +291,12 @@ other = ModelCard.load("hub/someone/other/README.md")
 assert other.data.base_model == "someone/a-target" and other.data.license == "apache-2.0", other.content
 assert not other.data.eval_results and "held out" not in other.text
 
+drafter.save_pretrained("saved", push_to_hub=True, repo_id="someone/saved", license="mit", max_shard_size="20KB")
+saved = ModelCard.load("hub/someone/saved/README.md")
+assert saved.data.license == "mit" and saved.data.base_model == "someone/a-target"
+for folder in ("saved", "hub/someone/saved"):
+    assert len(list(Path(folder).glob("*.safetensors"))) > 1
+
 # A card edited by its author is the author's, here and there.
 Path("drafter/README.md").write_text(card.replace("## Limits", "## Limits, mine"))
 drafter = DominoDrafter.from_pretrained("drafter")
