@@ -54,6 +54,7 @@ class BenchOptions:
     plain_prompts: int | None = _option(None, "Decode only so many of a set plainly; speedup is over those.")
     profile_prompts: int = _option(3, "Prompts of each set on which the parts of a round are timed, in calls apart.")
     max_new_tokens: int = _option(256, "Room for each answer.")
+    repeats: int = _option(1, "Calls of each method on each prompt; the one of median time is kept.")
     warmup: int = _option(2, "Calls of each method before anything is measured.")
     do_sample: bool = _option(False, "Sample. Default: greedy.")
     temperature: float | None = _option(None, "Default: the target's own.")
@@ -85,7 +86,7 @@ def run_bench(options: BenchOptions) -> None:
         "do_sample": options.do_sample,
         **{name: value for name, value in sampling.items() if value is not None},
     }
-    bench = Bench(target, tokenizer, methods, settings, options.seed, options.enable_thinking)
+    bench = Bench(target, tokenizer, methods, settings, options.seed, options.enable_thinking, options.repeats)
     sets = {name: spread(conversations, options.num_prompts) for name, conversations in sets.items()}
     bench.warm_up(next(iter(sets.values()))[0], options.warmup)
     given = {name: public_name(value) for name, value in asdict(options).items() if name != "out"}
@@ -118,13 +119,19 @@ class Bench:
         settings: what generate() is told in every call, room and sampling; stops and padding are added.
         seed: of the samples.
         enable_thinking: for chat templates that know it.
+        repeats: calls of each method on each turn, of which the one of median time per token counts.
 
     Attributes:
         result: everything seen so far; JSON takes it.
+
+    Raises:
+        ValueError: `repeats` is below 1.
     """
 
-    def __init__(self, target, tokenizer, methods, settings, seed=0, enable_thinking=None):
-        self.target, self.methods, self.seed = target, list(methods), seed
+    def __init__(self, target, tokenizer, methods, settings, seed=0, enable_thinking=None, repeats=1):
+        if repeats < 1:
+            raise ValueError(f"repeats must be at least 1, but is {repeats}.")
+        self.target, self.methods, self.seed, self.repeats = target, list(methods), seed, repeats
         self.chat = ChatFormat(tokenizer, enable_thinking)
         self.stop_ids = stop_ids(target, tokenizer)
         pad = tokenizer.pad_token_id
@@ -167,10 +174,10 @@ class Bench:
         saved = 0
         if any(method.name == "plain" for method in self.methods):
             saved = sum(turns) - sum(spread(turns, plain_prompts))
-        return sum(turns) * len(self.methods) - saved
+        return self.repeats * (sum(turns) * len(self.methods) - saved)
 
     def measure_set(self, name, conversations, plain_prompts=None, bar=None) -> None:
-        """Run every method once on every turn. Their order rotates, so that a drifting machine hits all alike.
+        """Run every method on every turn. Their order rotates, so that a drifting machine hits all alike.
 
         Later turns have the first method's answers in their context, plain's where it runs: the same for all methods.
         """
@@ -187,14 +194,18 @@ class Bench:
                 if not self._has_room(inputs):
                     tqdm.write(f"{name}, prompt {index}: turn {turn} has no room in the target's context, left out.")
                     break
-                answers, records = {}, {}
-                for method in order:
+                calls, answers, records = defaultdict(list), {}, {}
+                for method in order * self.repeats:
                     torch.manual_seed(self.seed + self.num_prompts)
-                    record, answers[method.name] = self._measure(method, inputs)
-                    records[method.name] = {"set": name, "prompt": index, "turn": turn, "method": method.name, **record}
+                    calls[method.name].append(self._measure(method, inputs))
                     if bar is not None:
                         bar.set_postfix_str(f"{name}, {method.name}", refresh=False)
                         bar.update()
+                for own, of_method in calls.items():
+                    # Not of equal length where near ties fall differently: time a token, and one whole call.
+                    of_method.sort(key=lambda call: call[0]["decode_seconds"] / call[0]["tokens"])
+                    record, answers[own] = of_method[(len(of_method) - 1) // 2]
+                    records[own] = {"set": name, "prompt": index, "turn": turn, "method": own, **record}
                 for own, record in records.items():
                     compared = "plain" in answers and not self.settings["do_sample"]
                     record["first_difference"] = first_difference(answers["plain"], answers[own]) if compared else None

@@ -266,6 +266,23 @@ def test_all_methods_run_under_the_same_conditions(target):
     assert f"the same for all methods: {same}" in said
 
 
+def test_of_repeated_calls_the_one_of_median_time_counts(target, monkeypatch):
+    one = Bench(target, tiny_tokenizer(), [plain(target), with_oracle(target)], BUDGET, repeats=3)
+    order, times, measure = [], iter([9.0, 1.0, 5.0, 2.0, 6.0, 3.0]), one._measure
+
+    def measured(method, inputs):
+        record, answer = measure(method, inputs)
+        order.append(method.name)
+        return {**record, "decode_seconds": next(times)}, answer
+
+    monkeypatch.setattr(one, "_measure", measured)
+    one.measure_set("a", CONVERSATIONS[:1])
+    assert one.num_calls(CONVERSATIONS[:1]) == 6 and order == 3 * ["plain", "domino"]
+    assert [record["decode_seconds"] for record in one.result["records"]] == [6.0, 2.0]
+    with pytest.raises(ValueError, match="at least 1"):
+        Bench(target, tiny_tokenizer(), [plain(target)], BUDGET, repeats=0)
+
+
 def test_other_conditions_are_said(target):
     def run(inputs, settings):
         return target.generate(**inputs, **settings, cache_implementation="static", disable_compile=True)
