@@ -3,6 +3,8 @@
 What pays is measured, not assumed: the target's passes and the drafting are timed as they run.
 """
 
+import itertools
+import operator
 import statistics
 import time
 from collections import defaultdict, deque
@@ -11,12 +13,15 @@ import torch
 
 # Share of its weight that a round keeps with every later one: about ten rounds count.
 _MEMORY = 0.9
-# Drafted rounds before a verdict: at the start, and after a pause.
-_FIRST_TRIAL, _NEXT_TRIAL = 4, 2
-# Undrafted tokens after a verdict against drafting, doubled with each further one.
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 8, 64
 # Drafted rounds between two measurements of the undrafted pass: soon at first, seldom later.
 _PLAIN_AFTER = (1, 8, 64)
+# What a drafted token adds to the target's pass, of that pass, while nothing was measured.
+_UNMEASURED = 0.025
+# What drafting may lose: this share of the time, and of what it won before, the time of so many tokens.
+_ALLOWANCE, _MOST_CREDIT = 0.01, 4
+# Weight of the drafts' own chances beside what was kept of them, in judging a round, so that its luck matters less; and
+# what they may count for at most, in tokens, so that a round of which nothing was kept is always a loss.
+_TRUST, _MOST_TRUST = 0.25, 0.15
 
 
 class PassTimes:
@@ -47,7 +52,9 @@ class DraftSchedule:
     of the drafter's own probabilities up to j, scaled by how often such drafts were kept so far. It depends on the
     drafts' distributions and on earlier tokens, never on the j-th token itself: sampled output stays the target's.
 
-    Where the last rounds gave fewer tokens a second than undrafted passes do, nothing is drafted for a while.
+    Whether to draft at all is a matter of credit, in seconds: what a round saved over as many undrafted passes is
+    added, what it lost is taken away, and a small share of all time is added. In debt, nothing is drafted. So drafting
+    costs at most that share, one round, and a little of what it had won before.
 
     Args:
         clock: seconds, monotonic.
@@ -56,20 +63,20 @@ class DraftSchedule:
     def __init__(self, clock=time.perf_counter):
         self.clock, self.times = clock, PassTimes()
         self.predicted = self.accepted = 2.0
+        self.kept = self.seconds = 0.0
         self.drafted: list[float] = []  # probabilities of the drafts handed on last
         self.drafting_seconds = None  # of the last round; None where it did not draft
         self.started = self.began = None
-        self.pause, self.undrafted_left = _SHORTEST_PAUSE, 0
         self.rounds_since_plain, self.plain_after = 0, list(_PLAIN_AFTER)
-        self._start_trial(_FIRST_TRIAL)
+        self.credit = 0.0
+        self.unjudged: list[tuple[float, float]] = []  # tokens and seconds of rounds before an undrafted pass was seen
 
     def begin(self, num_matches: int) -> bool:
         """A round begins; of the drafts handed on last, `num_matches` were kept. Returns whether to draft."""
         self.began = self.clock()
         if self.started is not None:
             self._learn(num_matches, self.began - self.started)
-        if self.undrafted_left > 0:
-            self.undrafted_left -= 1
+        if self.credit < 0:
             return False
         if self.rounds_since_plain < self.plain_after[0]:
             return True
@@ -78,17 +85,12 @@ class DraftSchedule:
 
     def cut(self, confidence: list[float]) -> int:
         """How many of the drafts to hand on, given the largest probability of each draft's distribution."""
-        line, count = self.times.line(), len(confidence)
-        if line is not None:
-            plain, added = line
-            rate = max(1 / plain, self.kept / self.seconds if self.seconds else 0.0)
-            scale, survival, count = self.accepted / self.predicted, 1.0, 0
-            for own in confidence:
-                survival *= min(1.0, own * scale)
-                if survival <= added * rate:
-                    break
-                count += 1
-        return count
+        if (line := self.times.line()) is None:
+            # One at least: what drafts add is learnt from passes that have some.
+            return max(1, sum(survival > _UNMEASURED for survival in self._survival(confidence)))
+        plain, added = line
+        rate = max(1 / plain, self.kept / self.seconds if self.seconds else 0.0)
+        return sum(survival > added * rate for survival in self._survival(confidence))
 
     def end(self, confidence: list[float] | None) -> None:
         """Drafts of these probabilities are handed on, and the target's pass begins; None: nothing was drafted."""
@@ -96,27 +98,30 @@ class DraftSchedule:
         self.drafted = confidence or []
         self.drafting_seconds = None if confidence is None else self.started - self.began
 
+    def _survival(self, confidence):
+        """Each draft's chance that it and all before it are kept."""
+        scale = self.accepted / self.predicted
+        return itertools.accumulate((min(1.0, own * scale) for own in confidence), operator.mul)
+
     def _learn(self, num_matches, seconds):
         self.times.add(len(self.drafted), seconds)
         self.rounds_since_plain = self.rounds_since_plain + 1 if self.drafted else 0
-        if self.drafting_seconds is None:
-            return
-        # What stands behind the first miss was not judged by the target.
-        self.predicted = _MEMORY * self.predicted + sum(self.drafted[: num_matches + 1])
-        self.accepted = _MEMORY * self.accepted + num_matches
-        self.kept = _MEMORY * self.kept + num_matches + 1
-        self.seconds = _MEMORY * self.seconds + self.drafting_seconds + seconds
-        self.rounds += 1
-        if self.rounds > _FIRST_TRIAL:
-            self.pause = _SHORTEST_PAUSE
-        line = self.times.line()
-        if self.rounds >= self.trial and line is not None and self.kept * line[0] < self.seconds:
-            self.undrafted_left = self.pause
-            self.pause = min(2 * self.pause, _LONGEST_PAUSE)
-            self._start_trial(_NEXT_TRIAL)
-
-    def _start_trial(self, rounds):
-        self.trial, self.rounds, self.kept, self.seconds = rounds, 0, 0.0, 0.0
+        tokens = 1.0
+        if self.drafting_seconds is not None:
+            seconds += self.drafting_seconds
+            expected = sum(self._survival(self.drafted))
+            tokens += (1 - _TRUST) * num_matches + min(_TRUST * expected, _MOST_TRUST)
+            # What stands behind the first miss was not judged by the target.
+            self.predicted = _MEMORY * self.predicted + sum(self.drafted[: num_matches + 1])
+            self.accepted = _MEMORY * self.accepted + num_matches
+            self.kept = _MEMORY * self.kept + num_matches + 1
+            self.seconds = _MEMORY * self.seconds + seconds
+            self.unjudged.append((tokens, seconds))
+        self.credit += _ALLOWANCE * seconds
+        if (line := self.times.line()) is not None:
+            saved = sum(tokens * line[0] - spent for tokens, spent in self.unjudged)
+            self.credit = min(self.credit + saved, _MOST_CREDIT * line[0])
+            self.unjudged = []
 
 
 def largest_probabilities(logits: list[torch.Tensor]) -> list[float]:
