@@ -15,10 +15,11 @@ import torch
 _MEMORY = 0.9
 # Drafted rounds between two measurements of the undrafted pass: soon at first, seldom later.
 _PLAIN_AFTER = (1, 8, 64)
-# What a drafted token adds to the target's pass, of that pass, while nothing was measured.
-_UNMEASURED = 0.025
-# What drafting may lose: this share of the time, and of what it won before, the time of so many tokens.
-_ALLOWANCE, _MOST_CREDIT = 0.01, 4
+# What a drafted token adds to the target's pass, of that pass, while little was measured: it counts as much as one
+# measurement of four drafted tokens.
+_ADDED, _ADDED_WEIGHT = 0.025, 16
+# What drafting may lose, in undrafted passes: so many at first, this share of all time, and so many of those it won.
+_FIRST_CREDIT, _ALLOWANCE, _MOST_CREDIT = 0.25, 0.0075, 4
 # Weight of the drafts' own chances beside what was kept of them, in judging a round, so that its luck matters less; and
 # what they may count for at most, in tokens, so that a round of which nothing was kept is always a loss.
 _TRUST, _MOST_TRUST = 0.25, 0.15
@@ -34,14 +35,14 @@ class PassTimes:
         self.seconds[drafted].append(seconds)
 
     def line(self) -> tuple[float, float] | None:
-        """Seconds of an undrafted pass, and what each drafted token adds; None until both can be told."""
-        if 0 not in self.seconds or len(self.seconds) < 2:
+        """Seconds of an undrafted pass, and what each drafted token adds; None until an undrafted pass was seen."""
+        if 0 not in self.seconds:
             return None
-        plain = statistics.median(self.seconds[0])
+        plain = statistics.median_low(self.seconds[0])
         # The undrafted pass is what everything is compared with: the line goes through it.
-        points = [(n, statistics.median(times) - plain, len(times)) for n, times in self.seconds.items()]
-        slope = sum(w * n * more for n, more, w in points) / sum(w * n * n for n, _, w in points)
-        return plain, max(0.0, slope)
+        points = [(n, statistics.median_low(times) - plain, len(times)) for n, times in self.seconds.items()]
+        above = _ADDED_WEIGHT * _ADDED * plain + sum(w * n * more for n, more, w in points)
+        return plain, max(0.0, above / (_ADDED_WEIGHT + sum(w * n * n for n, _, w in points)))
 
 
 class DraftSchedule:
@@ -52,9 +53,9 @@ class DraftSchedule:
     of the drafter's own probabilities up to j, scaled by how often such drafts were kept so far. It depends on the
     drafts' distributions and on earlier tokens, never on the j-th token itself: sampled output stays the target's.
 
-    Whether to draft at all is a matter of credit, in seconds: what a round saved over as many undrafted passes is
-    added, what it lost is taken away, and a small share of all time is added. In debt, nothing is drafted. So drafting
-    costs at most that share, one round, and a little of what it had won before.
+    Whether to draft at all is a matter of credit, in undrafted passes: what a round saved over as many is added, what
+    it lost is taken away, and a small share of all time is added. In debt, nothing is drafted. So drafting costs at
+    most that share, the credit that a call begins with, one round, and a little of what it had won before.
 
     Args:
         clock: seconds, monotonic.
@@ -68,8 +69,9 @@ class DraftSchedule:
         self.drafting_seconds = None  # of the last round; None where it did not draft
         self.started = self.began = None
         self.rounds_since_plain, self.plain_after = 0, list(_PLAIN_AFTER)
-        self.credit = 0.0
-        self.unjudged: list[tuple[float, float]] = []  # tokens and seconds of rounds before an undrafted pass was seen
+        self.credit = _FIRST_CREDIT
+        # Of rounds before an undrafted pass was seen: tokens, the seconds spent on them, and all seconds.
+        self.unjudged: list[tuple[float, float, float]] = []
 
     def begin(self, num_matches: int) -> bool:
         """A round begins; of the drafts handed on last, `num_matches` were kept. Returns whether to draft."""
@@ -85,12 +87,11 @@ class DraftSchedule:
 
     def cut(self, confidence: list[float]) -> int:
         """How many of the drafts to hand on, given the largest probability of each draft's distribution."""
-        if (line := self.times.line()) is None:
-            # One at least: what drafts add is learnt from passes that have some.
-            return max(1, sum(survival > _UNMEASURED for survival in self._survival(confidence)))
-        plain, added = line
-        rate = max(1 / plain, self.kept / self.seconds if self.seconds else 0.0)
-        return sum(survival > added * rate for survival in self._survival(confidence))
+        worth = _ADDED
+        if (line := self.times.line()) is not None:
+            plain, added = line
+            worth = added * max(1 / plain, self.kept / self.seconds if self.seconds else 0.0)
+        return sum(survival > worth for survival in self._survival(confidence))
 
     def end(self, confidence: list[float] | None) -> None:
         """Drafts of these probabilities are handed on, and the target's pass begins; None: nothing was drafted."""
@@ -106,21 +107,23 @@ class DraftSchedule:
     def _learn(self, num_matches, seconds):
         self.times.add(len(self.drafted), seconds)
         self.rounds_since_plain = self.rounds_since_plain + 1 if self.drafted else 0
-        tokens = 1.0
+        tokens = spent = 0.0
         if self.drafting_seconds is not None:
-            seconds += self.drafting_seconds
+            if self.seconds:  # the first drafting also reads the prompt, once for all
+                seconds += self.drafting_seconds
             expected = sum(self._survival(self.drafted))
-            tokens += (1 - _TRUST) * num_matches + min(_TRUST * expected, _MOST_TRUST)
+            tokens = 1 + (1 - _TRUST) * num_matches + min(_TRUST * expected, _MOST_TRUST)
+            spent = seconds
             # What stands behind the first miss was not judged by the target.
             self.predicted = _MEMORY * self.predicted + sum(self.drafted[: num_matches + 1])
             self.accepted = _MEMORY * self.accepted + num_matches
             self.kept = _MEMORY * self.kept + num_matches + 1
             self.seconds = _MEMORY * self.seconds + seconds
-            self.unjudged.append((tokens, seconds))
-        self.credit += _ALLOWANCE * seconds
+        self.unjudged.append((tokens, spent, seconds))
         if (line := self.times.line()) is not None:
-            saved = sum(tokens * line[0] - spent for tokens, spent in self.unjudged)
-            self.credit = min(self.credit + saved, _MOST_CREDIT * line[0])
+            for tokens, spent, seconds in self.unjudged:
+                won = tokens - (spent - _ALLOWANCE * seconds) / line[0]
+                self.credit = min(self.credit + won, _MOST_CREDIT)
             self.unjudged = []
 
 
