@@ -54,8 +54,9 @@ class DraftSchedule:
     drafts' distributions and on earlier tokens, never on the j-th token itself: sampled output stays the target's.
 
     Whether to draft at all is a matter of credit, in undrafted passes: what a round saved over as many is added, what
-    it lost is taken away, and a small share of all time is added. In debt, nothing is drafted. So drafting costs at
-    most that share, the credit that a call begins with, one round, and a little of what it had won before.
+    it lost is taken away, and a small share of all time is added. In debt, nothing is drafted. That keeps losses small,
+    but is no bound: the first drafting, which reads the prompt, is not booked, drafts count a little for their own
+    chances, times are noisy, and an answer of a few tokens ends before it has paid for the rounds that were tried.
 
     Args:
         clock: seconds, monotonic.
