@@ -13,6 +13,7 @@ from hf_domino.hub import write_card
 ROOT = Path(__file__).parent.parent
 FOLDERS = sorted(path.parent for path in (ROOT / "model_cards").glob("*/config.json"))
 RESULT = ROOT / "benchmarks" / "results" / "smollm2" / "result.json"
+TRAINING = RESULT.with_name("training.json")
 ROWS = ("domino", "domino-adaptive", "domino-base", "dflash")
 
 
@@ -42,3 +43,10 @@ def test_the_readme_has_the_numbers_of_the_result():
         lengths = " | ".join(f"{rows[name, method]['acceptance_length']:.2f}" for method in ROWS)
         speedups = " | ".join(f"{rows[name, method]['speedup']:.2f}" for method in ROWS)
         assert f"| {name} | {lengths} | {speedups} |" in readme
+
+
+def test_the_readme_has_the_walk_of_the_training_result():
+    readme, walk = (ROOT / "README.md").read_text(), json.loads(TRAINING.read_text())["walk"]
+    for name, lengths in walk.items():
+        cells = " | ".join(f"{lengths[method]:.2f}" for method in ("domino", "domino-base", "dflash"))
+        assert f"| {name.replace('_', '-')} | {cells} |\n" in readme
