@@ -14,12 +14,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hf_domino import modeling_domino
+from hf_domino import modeling_domino, track_acceptance
 from hf_domino.assisted_generation import _CACHE
 
-from .tiny import tiny_drafter, tiny_target
+from .tiny import MASK, tiny_drafter, tiny_target
 
 ROOT = Path(__file__).parent.parent
 
@@ -86,12 +86,49 @@ def test_shortlist(folder, tmp_path):
     assert result["acceptance_length"]["97"] == result["acceptance_length"]["all"]
 
 
-@pytest.fixture(scope="module")
-def gpu_round():
-    spec = importlib.util.spec_from_file_location("gpu_round", ROOT / "benchmarks" / "gpu_round.py")
+def test_carried_over_to_another_vocabulary(folder):
+    """The tokens in another order and one more, made of two: the same text from other ids, drafted as before."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    vocabulary = {**{token: 96 - i for token, i in tokenizer.get_vocab().items()}, "ab": 97}
+    backend = Tokenizer(models.BPE(vocabulary, [("a", "b")]))
+    backend.decoder = decoders.Fuse()
+    other = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", mask_token="<mask>")
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    drafter.set_draft_vocabulary(range(40))
+    carried, new_drafter, _ = load("shortlist").carry_over(target, drafter, tokenizer, other, 120)
+    for new, old in (
+        (carried.get_input_embeddings().weight, target.get_input_embeddings().weight),
+        (carried.get_output_embeddings().weight, target.get_output_embeddings().weight),
+        (new_drafter.embed_proj[2].weight, drafter.embed_proj[2].weight),
+    ):
+        a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
+        assert len(new) == 120 and torch.equal(new[:97].flip(0), old[:97])
+        assert torch.allclose(new[97], old[[a, b]].mean(0)) and not new[98:119].any()
+    assert torch.equal(carried.get_input_embeddings().weight[119], target.get_input_embeddings().weight[MASK])
+
+    texts = []
+    for model, its_drafter, its_tokenizer in ((target, drafter, tokenizer), (carried, new_drafter, other)):
+        inputs = its_tokenizer("Some prompt", return_tensors="pt", return_token_type_ids=False)
+        its_drafter.set_draft_vocabulary(None)
+        with track_acceptance() as acceptance:
+            output = model.generate(
+                **inputs, assistant_model=its_drafter, max_new_tokens=12, do_sample=False, eos_token_id=None
+            )
+        texts.append((its_tokenizer.decode(output[0]), acceptance.histogram))
+    assert texts[0] == texts[1]
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def gpu_round():
+    return load("gpu_round")
 
 
 def test_gpu_round(gpu_round, tmp_path, capsys, monkeypatch):
