@@ -110,7 +110,7 @@ class DominoCandidateGenerator(CandidateGenerator):
         confidence, drafts = None, (None, None)
         if self.schedule.begin(num_matches) and count > 0:
             tokens, logits = self.draft(input_ids, count)
-            confidence = largest_probabilities(self.chosen_from)
+            confidence = largest_probabilities(self.chosen_from)[:count]
             confidence = confidence[: self.schedule.cut(confidence)]
             if confidence:
                 drafts = tokens[:, : len(confidence)], logits[:, : len(confidence)] if self.returns_logits else None
@@ -125,8 +125,11 @@ class DominoCandidateGenerator(CandidateGenerator):
         block = input_ids.new_full((1, self.config.block_size), self.config.mask_token_id)
         block[:, 0] = input_ids[:, -1]
         embeddings = self.target.embed(block)
-        hidden = self.backbone(embeddings)[:, self.config.first_draft_slot :][:, :count]
-        return self.correct(hidden, self.base_logits(hidden), embeddings[:, 0], input_ids)
+        # A compiled drafter has the same shapes in every round, the last one included.
+        drafted = self.config.num_draft_tokens if self.drafter.is_compiled else count
+        hidden = self.backbone(embeddings)[:, self.config.first_draft_slot :][:, :drafted]
+        tokens, logits = self.correct(hidden, self.base_logits(hidden), embeddings[:, 0], input_ids)
+        return tokens[:, :count], None if logits is None else logits[:, :count]
 
     def backbone(self, embeddings) -> torch.Tensor:
         """[1, L, H] -> [1, L, H]; the features observed since the last round join the context."""

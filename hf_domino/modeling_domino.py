@@ -32,6 +32,9 @@ from .initialization import copy_from_target, fields_from_target
 
 logger = logging.getLogger(__name__)
 
+# Of a compiled drafter: tokens of the first buffers for its context. Each is twice as large as the one before.
+_SMALLEST_BUCKET = 512
+
 
 class ContextCache:
     """Keys and values of the context for every layer: the drafter's only memory between rounds.
@@ -42,26 +45,46 @@ class ContextCache:
 
     def __init__(self, num_layers: int):
         self.length = 0
+        self.places = None
         self._layers = [None] * num_layers
 
     def reserve(self, num_new: int, shape: tuple, like: torch.Tensor) -> None:
         """Make room for `num_new` tokens behind the context; `shape` is (2, B, heads, *, head_dim) of all layers."""
+        self.places = None
         end = self.length + num_new
+        self._resize(lambda size: size >= end, max(2 * self.length, end + 256), shape, like)
+
+    def reserve_bucket(self, size: int, places: torch.Tensor, shape: tuple, like: torch.Tensor) -> None:
+        """Buffers of exactly `size` tokens, read as a whole from now on, and where the new ones stand in them.
+
+        Nothing that a graph replays then depends on the length of the context but the numbers in `places` and the mask.
+        """
+        self.places = places
+        for buffer in self._resize(lambda old: old == size, size, shape, like):
+            torch._dynamo.mark_static_address(buffer)
+
+    def _resize(self, fits, size, shape, like) -> list[torch.Tensor]:
+        new = []
         for i, buffer in enumerate(self._layers):
             # What an earlier turn wrote in inference mode can be read outside of it, but not written.
             is_locked = buffer is not None and buffer.is_inference() and not torch.is_inference_mode_enabled()
-            if buffer is None or buffer.shape[-2] < end or is_locked:
-                grown = like.new_empty(*shape[:3], max(2 * self.length, end + 256), shape[-1])
+            if buffer is None or not fits(buffer.shape[-2]) or is_locked:
+                self._layers[i] = like.new_zeros(*shape[:3], size, shape[-1])
                 if buffer is not None:
-                    grown[..., : self.length, :] = buffer[..., : self.length, :]
-                self._layers[i] = grown
+                    self._layers[i][..., : self.length, :] = buffer[..., : self.length, :]
+                new.append(self._layers[i])
+        return new
 
     def update(self, layer_idx: int, states: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Write `states` [2, B, heads, C + L, head_dim] (keys, values) into the room behind the context.
 
-        Returns keys and values from token `first` on, [B, heads, length + C + L - first, head_dim] each.
+        Returns keys and values from token `first` on, [B, heads, length + C + L - first, head_dim] each; of a bucket
+        all of it.
         """
-        buffer, end = self._layers[layer_idx], self.length + states.shape[-2]
+        buffer = self._layers[layer_idx]
+        if self.places is not None:
+            return buffer.index_copy_(-2, self.places, states.to(buffer.dtype)).unbind(0)
+        end = self.length + states.shape[-2]
         buffer[..., self.length : end, :] = states
         return buffer[..., first:end, :].unbind(0)
 
@@ -83,6 +106,11 @@ def visible(config: DominoConfig, layer_type: str, query_position, key_position,
         own_block = own_block & (key_position <= query_position)
     seen = own_block | ((key_block < 0) & (key_position < query_block))
     return seen & (query_position - key_position < config.sliding_window) if sliding else seen
+
+
+def additive(seen: torch.Tensor, dtype) -> torch.Tensor:
+    """The mask [1, 1, L, keys] that attention adds, from what is seen, [L, keys]."""
+    return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)[None, None]
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -228,15 +256,20 @@ class DominoDrafter(DominoHead, PreTrainedModel):
     def compile(self, **options):
         """Draft with a compiled backbone and a compiled rollout of the head from now on, the same tokens as without.
 
-        The first calls compile. Where that fails, drafting goes on without, with one warning.
+        Shapes are then the same in every round until the context has doubled: the first rounds compile, later ones do
+        not. Where compiling fails, drafting goes on without, with one warning.
 
         Args:
-            options: of `torch.compile`. `mode="reduce-overhead"` replays the rollout as a graph on CUDA.
+            options: of `torch.compile`. `mode="reduce-overhead"` replays backbone and rollout as graphs on CUDA.
         """
         warned = []
         for name in ("run_layers", "run_slots"):
             # The method takes the drafter as an argument, so that a copy of the drafter runs with its own weights.
             setattr(self, name, functools.partial(Compiled(getattr(type(self), name), warned, **options), self))
+
+    @property
+    def is_compiled(self) -> bool:
+        return "run_layers" in vars(self)
 
     def _init_weights(self, module):
         super()._init_weights(module)
@@ -332,6 +365,14 @@ class DominoDrafter(DominoHead, PreTrainedModel):
         past = context.length if context is not None else 0
         anchor = past + features.shape[1]
         end = anchor + hidden_states.shape[1]
+        if context is not None:
+            heads, width = self.config.num_key_value_heads, self.config.head_dim
+            shape = (2, len(hidden_states), heads, 0, width)
+        is_round = past and features.shape[1] <= self.config.num_draft_tokens + 1
+        if self.is_compiled and is_round and position_ids is attention_mask is None:
+            hidden_states = self._run_bucket(hidden_states, features, context, shape)
+            context.length = anchor
+            return hidden_states
         if position_ids is None:
             position_ids = torch.arange(past, end, device=hidden_states.device)[None]
         masks, first = attention_mask, {}
@@ -343,12 +384,35 @@ class DominoDrafter(DominoHead, PreTrainedModel):
                 first[layer_type] = max(0, anchor - self.config.sliding_window + 1) if sliding else 0
                 masks[layer_type] = self._block_mask(layer_type, first[layer_type], anchor, end, hidden_states)
         if context is not None:
-            heads, width = self.config.num_key_value_heads, self.config.head_dim
-            context.reserve(end - past, (2, len(hidden_states), heads, 0, width), hidden_states)
-        hidden_states = self.run_layers(hidden_states, features, position_ids, masks, context, first)
+            context.reserve(end - past, shape, hidden_states)
+        # Not compiled: these are passes over a whole prompt, each of another length.
+        hidden_states = type(self).run_layers(self, hidden_states, features, position_ids, masks, context, first)
         if context is not None:
             context.length = anchor
         return hidden_states
+
+    def _run_bucket(self, hidden_states, features, context, shape):
+        """A round of [`forward`] with the same shapes in every round, until the context has doubled.
+
+        The features are padded to the most that a round can bring. What they leave behind the context stands where the
+        next features are written, and is not seen; the block stands at the end of the buffer.
+        """
+        past, new, slots = context.length, features.shape[1], hidden_states.shape[1]
+        most = self.config.num_draft_tokens + 1
+        bucket = max(_SMALLEST_BUCKET, 1 << (past + most - 1).bit_length())
+        block = torch.arange(past + new, past + new + slots, device=hidden_states.device)
+        keys = torch.arange(bucket, device=hidden_states.device)
+        places = torch.cat([keys[past : past + most], torch.arange(bucket, bucket + slots, device=keys.device)])
+        context.reserve_bucket(bucket + slots, places, shape, hidden_states)
+        position_ids = torch.cat([keys[past : past + most], block])[None]
+        key_block = torch.cat([torch.full_like(keys, -1), torch.full_like(block, past + new)])
+        keys, queries = torch.cat([keys, block]), block[:, None]
+        masks = {}
+        for layer_type in set(self.config.layer_types):
+            seen = visible(self.config, layer_type, queries, keys, past + new, key_block)
+            masks[layer_type] = additive(seen, hidden_states.dtype)
+        features = torch.nn.functional.pad(features, (0, 0, 0, most - new))
+        return self.run_layers(hidden_states, features, position_ids, masks, context, {})
 
     def run_layers(self, hidden_states, features, position_ids, masks, context, first) -> torch.Tensor:
         """The arithmetic of `forward`, which [`compile`] compiles."""
@@ -370,7 +434,7 @@ class DominoDrafter(DominoHead, PreTrainedModel):
         queries = torch.arange(anchor, end, device=like.device)[:, None]
         key_block = torch.where(keys < anchor, -1, anchor)
         seen = visible(self.config, layer_type, queries, keys, anchor, key_block)
-        return torch.zeros_like(seen, dtype=like.dtype).masked_fill(~seen, torch.finfo(like.dtype).min)[None, None]
+        return additive(seen, like.dtype)
 
 
 DominoConfig.register_for_auto_class()
