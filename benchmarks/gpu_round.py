@@ -177,7 +177,7 @@ class Setting:
 
         def call():
             generator.has_read_prompt, generator.new_features = True, []
-            generator.observe_pass(states, {}, self.block)
+            generator.observe_pass(states, {}, self.block, self.anchor)
             return generator.new_features[0]
 
         return call, self.bytes_of(2 * self.block * self.drafter.fc.in_features)

@@ -1,8 +1,8 @@
-"""Connecting generate() to Domino drafters: the only file that touches transformers' internals.
+"""Connecting generate() to our drafters: the only file that touches transformers' internals.
 
 The draft-and-verify loop is transformers' own `_assisted_decoding`. Two methods of `GenerationMixin` are extended:
 `_validate_generation_mode`, to refuse by name what can't be honoured before any work is done, and `_assisted_decoding`,
-to give the loop a `Call` in place of the target. The loop then drafts with a `DominoCandidateGenerator`, and what stock
+to give the loop a `Call` in place of the target. The loop then drafts with the drafter's own generator, and what stock
 assisted decoding gets wrong beside the tokens themselves is put right where the loop asks the target for it: stops
 inside a block, streaming, pre-filled caches, chunked prefill, padding, the returned scores and hidden states.
 """
@@ -24,8 +24,8 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation import logits_process as builtin_processors
 
 from .acceptance import record_round
-from .generation_domino import DominoCandidateGenerator, draft_length, is_adaptive
-from .modeling_domino import ContextCache
+from .generation_drafter import draft_length, is_adaptive
+from .modeling_drafter import ContextCache
 from .target import Target
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ _CACHE = (
 
 
 def connect() -> None:
-    """Let `generate(assistant_model=...)` take Domino drafters. Importing hf_domino does this; again changes nothing.
+    """Let `generate(assistant_model=...)` take our drafters. Importing hf_domino does this; again changes nothing.
 
     Raises:
         ImportError: this transformers version has another generate() than the one hf_domino knows.
@@ -115,8 +115,9 @@ def _check_seam() -> None:
         )
 
 
-def is_domino_drafter(model) -> bool:
-    return getattr(getattr(model, "config", None), "model_type", None) == "domino"
+def is_drafter(model) -> bool:
+    """Whether this brings its own generator, as a [`Drafter`] does, that of a checkpoint's own code as well."""
+    return hasattr(model, "candidate_generator")
 
 
 # Refusing by name
@@ -124,11 +125,11 @@ def is_domino_drafter(model) -> bool:
 
 def _validate(original, target, generation_mode, generation_config, generation_mode_kwargs):
     drafter = generation_mode_kwargs.get("assistant_model")
-    if not is_domino_drafter(drafter):
+    if not is_drafter(drafter):
         return original(target, generation_mode, generation_config, generation_mode_kwargs)
     try:
         if reason := _refusal(target, generation_mode, generation_config, generation_mode_kwargs):
-            raise ValueError(f"A Domino drafter can't be used here: {reason}.")
+            raise ValueError(f"A drafter can't be used here: {reason}.")
         draft_length(drafter.config, generation_config)
         is_adaptive(generation_config)
         Target(target).check_pairing(drafter.config)
@@ -180,18 +181,14 @@ def _refusal(target, mode, config, mode_kwargs) -> str | None:
 
 def _refuse_inputs(target, input_ids, logits_processor, cache) -> None:
     if input_ids.shape[0] != 1:
-        raise ValueError(
-            f"A Domino drafter can't be used here: a batch of {input_ids.shape[0]} sequences; it must be 1."
-        )
+        raise ValueError(f"A drafter can't be used here: a batch of {input_ids.shape[0]} sequences; it must be 1.")
     for processor in logits_processor:
         if "ClassifierFreeGuidance" in type(processor).__name__:
-            raise ValueError(
-                f"A Domino drafter can't be used here: {type(processor).__name__} (classifier-free guidance)."
-            )
+            raise ValueError(f"A drafter can't be used here: {type(processor).__name__} (classifier-free guidance).")
     for layer in _layers(cache):
         if isinstance(layer, QuantizedLayer) or hasattr(layer, "recurrent_states") or not layer.is_croppable:
             raise ValueError(
-                f"A Domino drafter can't be used here: the {type(layer).__name__} in the cache of "
+                f"A drafter can't be used here: the {type(layer).__name__} in the cache of "
                 f"{type(target).__name__} can't be rolled back."
             )
 
@@ -200,7 +197,7 @@ def _refuse_inputs(target, input_ids, logits_processor, cache) -> None:
 
 
 def _decode(original, target, input_ids, **kwargs):
-    if not is_domino_drafter(kwargs.get("assistant_model")):
+    if not is_drafter(kwargs.get("assistant_model")):
         return original(target, input_ids, **kwargs)
     streamer = kwargs.pop("streamer", None)
     try:
@@ -224,7 +221,7 @@ class View:
 
     def _valid_auto_compile_criteria(self, model_kwargs, generation_config):
         if generation_config.compile_config is not None:
-            logger.warning("compile_config is not used with a Domino drafter: the target runs uncompiled.")
+            logger.warning("compile_config is not used with a drafter of hf_domino: the target runs uncompiled.")
         return False
 
 
@@ -298,7 +295,7 @@ class Call(View):
         _refuse_inputs(target, input_ids, logits_processor, self.cache)
 
         on_drafts = LogitsProcessorList(p for p in logits_processor if _is_pure(p))
-        self.generator = DominoCandidateGenerator(assistant_model, target, generation_config, on_drafts)
+        self.generator = assistant_model.candidate_generator(target, generation_config, on_drafts)
         asked = generation_config.return_dict_in_generate
         self.returned = {
             name: [] for name in _RETURNED if asked and getattr(generation_config, f"output_{name}", False)
@@ -470,7 +467,7 @@ class Call(View):
 
     def _keep_context(self):
         """Leave the drafter's context with a cache that outlives the call, so that the next turn is drafted as well."""
-        self.generator.observe_pass(self.hidden_states, self.loop_kwargs, self.kept)
+        self.generator.observe_pass(self.hidden_states, self.loop_kwargs, self.kept, self.sequences)
         context, features, length = self.generator.context, self.generator.new_features, self.cache.get_seq_length()
         setattr(self.cache, _CONTEXT, KeptContext(weakref.ref(self.drafter), context, features, length))
 

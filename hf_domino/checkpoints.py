@@ -7,7 +7,9 @@ import copy
 import json
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,7 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from .configuration_domino import abridged
+from .configuration_drafter import abridged
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +49,14 @@ _UNKNOWN_PARTS = (
 # The head's modules stand at the top of the file, or in early and in speculators' files in a container.
 _CONTAINERS = {r"^(?:logit_head|domino_head|logits_correction)\.(prefix_gru|embed_proj)\.": r"\1."}
 _HEAD_MODULES = ("prefix_gru.", "embed_proj.")
+_CONVERT = (
+    " To convert it once: tensors = torch.load(file, weights_only=True, map_location='cpu'); "
+    "safetensors.torch.save_file({name: t.clone() for name, t in tensors.items()}, 'model.safetensors')."
+)
 # Copies of the target's tensors that some trainers leave in the file; the drafter always asks the target itself.
 TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
 # Tensors, or modules of them, that a file may hold without the drafter having a place for them.
 MAY_BE_UNUSED = TARGET_COPIES + _HEAD_MODULES
-_VOCABULARY_MAPS = ("d2t", "t2d")
 
 
 def fields_from_published(config: dict) -> dict:
@@ -72,7 +77,10 @@ def fields_from_published(config: dict) -> dict:
         raise ValueError(
             f"This is a speculators checkpoint of type {abridged(speculators)}; only 'dflash' and 'domino' can be read."
         )
-    found = _collect(config)
+    aux = config.get("aux_hidden_state_layer_ids")
+    # speculators counts hidden states, embeddings first: one more than the layer's own number.
+    derived = {"aux_hidden_state_layer_ids - 1": one_less(aux)} if isinstance(aux, list) else {}
+    found = collect(config, _SECTIONS, _PUBLIC_NAMES, _UNKNOWN_PARTS, derived)
     projector = found.pop("projector_type", "domino" if speculators == "domino" else "dflash")
     if projector not in ("domino", "dflash"):
         raise ValueError(
@@ -95,28 +103,41 @@ def fields_from_published(config: dict) -> dict:
     return found
 
 
-def _collect(config) -> dict:
-    """Every field that stands somewhere in a public config.json, under our name."""
+def one_less(layer_ids: list) -> list:
+    return [i - 1 if isinstance(i, int) else i for i in layer_ids]
+
+
+def collect(config: dict, sections, public_names: dict, unknown_parts, derived_layer_ids: dict) -> dict:
+    """Every field that stands somewhere in a public config.json, under our name.
+
+    Args:
+        sections: where a field may stand beside the top level.
+        public_names: our field -> its public names.
+        unknown_parts: fields that ask for something this package doesn't have.
+        derived_layer_ids: place -> the target's layers that it names, in our count.
+
+    Raises:
+        ValueError: two places differ, a section is no object, or an unknown part is asked for.
+    """
     places = {"": config}
-    for name in _SECTIONS:
+    for name in sections:
         if (section := config.get(name)) is not None:
             if not isinstance(section, dict):
                 raise ValueError(f"config.json's {name} must be an object, but is a {type(section).__name__}.")
             places[f"{name}."] = section
-    for part in _UNKNOWN_PARTS:
+    for part in unknown_parts:
         if any(source.get(part) for source in places.values()):
             raise ValueError(f"This drafter has a part that hf_domino does not have: config.json sets {part}.")
     found = {}
-    for field, names in _PUBLIC_NAMES.items():
+    for field, names in public_names.items():
         values = {
             where + name: source[name]
             for where, source in places.items()
             for name in names
             if source.get(name) is not None
         }
-        if field == "target_layer_ids" and isinstance(ids := config.get("aux_hidden_state_layer_ids"), list):
-            # speculators counts hidden states, embeddings first: one more than the layer's own number.
-            values["aux_hidden_state_layer_ids - 1"] = [i - 1 if isinstance(i, int) else i for i in ids]
+        if field == "target_layer_ids":
+            values |= derived_layer_ids
         if values:
             found[field] = first = next(iter(values.values()))
             if any(value != first for value in values.values()):
@@ -131,8 +152,38 @@ def _collect(config) -> dict:
     return found
 
 
+class Layout(NamedTuple):
+    """How the files of one kind of drafter look. Tensors are told by how their names begin.
+
+    Args:
+        fields: maps the config.json of a public checkpoint to fields of the kind's configuration.
+        renames: pattern -> replacement, for tensors that have other names in some files.
+        optional: tensors that are there as a whole or not at all.
+        may_be_unused: tensors that a file may hold without the drafter having a place for them.
+        types: name -> type, of the tensors that don't hold floating point numbers.
+        refused: name -> why a file that has this tensor can't be read.
+    """
+
+    fields: Callable
+    renames: dict
+    optional: tuple = ()
+    may_be_unused: tuple = ()
+    types: dict = {}
+    refused: dict = {}
+
+
+LAYOUT = Layout(
+    fields_from_published,
+    _CONTAINERS,
+    optional=_HEAD_MODULES,
+    may_be_unused=MAY_BE_UNUSED,
+    types={"draft_vocabulary": "I64"},
+    refused=dict.fromkeys(("d2t", "t2d"), "maps a reduced draft vocabulary, which hf_domino does not support here"),
+)
+
+
 def load_drafter(cls, load, name_or_path, config, model_args, kwargs):
-    """What `DominoDrafter.from_pretrained` does around `PreTrainedModel.from_pretrained` (`load`)."""
+    """What `Drafter.from_pretrained` does around `PreTrainedModel.from_pretrained` (`load`)."""
     if kwargs.get("state_dict") is not None or name_or_path is None:
         return load(name_or_path, *model_args, config=config, **kwargs)
     if kwargs.pop("use_safetensors", None) is False:
@@ -142,7 +193,7 @@ def load_drafter(cls, load, name_or_path, config, model_args, kwargs):
         is_config = isinstance(config, PreTrainedConfig)
         fields = config.to_dict() if is_config else _read_json(config or name_or_path, CONFIG_NAME, hub_kwargs)
         if fields.get("model_type") != cls.config_class.model_type:
-            fields = fields_from_published(fields)
+            fields = cls.layout.fields(fields)
         overrides = {name: kwargs.pop(name) for name in cls.config_class.own_fields() & kwargs.keys()}
         config = cls.config_class.from_dict(fields, **overrides)
     missing = _check_weights(cls, config, name_or_path, kwargs.get("variant"), hub_kwargs)
@@ -152,7 +203,7 @@ def load_drafter(cls, load, name_or_path, config, model_args, kwargs):
             "head starts as the identity."
         )
     loaded = load(
-        name_or_path, *model_args, config=config, use_safetensors=True, key_mapping=dict(_CONTAINERS), **kwargs
+        name_or_path, *model_args, config=config, use_safetensors=True, key_mapping=dict(cls.layout.renames), **kwargs
     )
     drafter = loaded[0] if isinstance(loaded, tuple) else loaded
     if drafter.draft_vocabulary is not None:
@@ -172,31 +223,31 @@ def check_draft_vocabulary(token_ids, vocab_size) -> None:
 
 
 def _check_weights(cls, config, name_or_path, variant, hub_kwargs) -> list[str]:
-    """Compare the safetensors headers with what the configuration asks for; return the missing head tensors."""
+    """Compare the safetensors headers with what the configuration asks for; return what is missing of the optional."""
+    layout = cls.layout
     with torch.device("meta"):
         expected = {name: list(tensor.shape) for name, tensor in cls(copy.deepcopy(config)).state_dict().items()}
-    head = {name for name in expected if name.startswith(_HEAD_MODULES)}
-    ignored = TARGET_COPIES if head else MAY_BE_UNUSED
+    optional = {name for name in expected if name.startswith(layout.optional)}
+    ignored = tuple(name for name in layout.may_be_unused if not optional or name not in layout.optional)
     found, problems = set(), []
     for name, shape, dtype in _read_headers(name_or_path, variant, hub_kwargs):
-        for container, at_top in _CONTAINERS.items():
-            name = re.sub(container, at_top, name)
+        for pattern, own in layout.renames.items():
+            name = re.sub(pattern, own, name)
         if name in found:
             problems.append(f"{name} is there twice")
         found.add(name)
-        if name in _VOCABULARY_MAPS:
-            problems.append(f"{name} maps a reduced draft vocabulary, which hf_domino does not support")
+        if name in layout.refused:
+            problems.append(f"{name} {layout.refused[name]}")
         elif name not in expected:
             problems += [] if name.startswith(ignored) else [f"{name} is no tensor of this drafter"]
         elif shape != expected[name]:
             problems.append(f"{name} has shape {shape} instead of {expected[name]}")
-        elif name == "draft_vocabulary" and dtype != "I64":
-            problems.append(f"{name} holds {dtype} instead of token ids, I64")
-        elif name != "draft_vocabulary" and not re.fullmatch(r"B?F\d+", dtype):
+        elif name in layout.types and dtype != layout.types[name]:
+            problems.append(f"{name} holds {dtype} instead of {layout.types[name]}")
+        elif name not in layout.types and not re.fullmatch(r"B?F\d+", dtype):
             problems.append(f"{name} holds {dtype} instead of floating point numbers")
     missing = [name for name in expected if name not in found]
-    # A head is there as a whole or not at all.
-    may_miss = set() if head & found else head
+    may_miss = set() if optional & found else optional
     problems += [f"{name} is missing" for name in missing if name not in may_miss]
     if problems:
         shown = "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
@@ -241,6 +292,7 @@ def _weight_files(name_or_path, variant, hub_kwargs) -> list[str]:
         f"{name_or_path} has no {weights}"
         + (f", only {pickles[0]}, a pickle that could run code when read. " if pickles else ". ")
         + "hf_domino reads drafters from safetensors only."
+        + (_CONVERT if pickles else "")
     )
 
 

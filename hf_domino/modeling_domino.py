@@ -6,87 +6,25 @@ checkpoints.
 """
 
 import functools
-import importlib
-import inspect
 import logging
 import re
-from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3MLP,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    eager_attention_forward,
-)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
-from .checkpoints import MAY_BE_UNUSED, check_draft_vocabulary, load_drafter
+from .checkpoints import LAYOUT, MAY_BE_UNUSED, check_draft_vocabulary
 from .configuration_domino import DominoConfig
 from .head import DominoHead
 from .initialization import copy_from_target, fields_from_target
+from .modeling_drafter import ContextCache, Drafter, DrafterAttention, additive, rotation
 
 logger = logging.getLogger(__name__)
 
 # Of a compiled drafter: tokens of the first buffers for its context. Each is twice as large as the one before.
 _SMALLEST_BUCKET = 512
-
-
-class ContextCache:
-    """Keys and values of the context for every layer: the drafter's only memory between rounds.
-
-    It only ever holds verified tokens, so nothing is rolled back. A block's own keys and values are written behind the
-    context as scratch, and the next round writes over them. Buffers double when they are full.
-    """
-
-    def __init__(self, num_layers: int):
-        self.length = 0
-        self.places = None
-        self._layers = [None] * num_layers
-
-    def reserve(self, num_new: int, shape: tuple, like: torch.Tensor) -> None:
-        """Make room for `num_new` tokens behind the context; `shape` is (2, B, heads, *, head_dim) of all layers."""
-        self.places = None
-        end = self.length + num_new
-        self._resize(lambda size: size >= end, max(2 * self.length, end + 256), shape, like)
-
-    def reserve_bucket(self, size: int, places: torch.Tensor, shape: tuple, like: torch.Tensor) -> None:
-        """Buffers of exactly `size` tokens, read as a whole from now on, and where the new ones stand in them.
-
-        Nothing that a graph replays then depends on the length of the context but the numbers in `places` and the mask.
-        """
-        self.places = places
-        for buffer in self._resize(lambda old: old == size, size, shape, like):
-            torch._dynamo.mark_static_address(buffer)
-
-    def _resize(self, fits, size, shape, like) -> list[torch.Tensor]:
-        new = []
-        for i, buffer in enumerate(self._layers):
-            # What an earlier turn wrote in inference mode can be read outside of it, but not written.
-            is_locked = buffer is not None and buffer.is_inference() and not torch.is_inference_mode_enabled()
-            if buffer is None or not fits(buffer.shape[-2]) or is_locked:
-                self._layers[i] = like.new_zeros(*shape[:3], size, shape[-1])
-                if buffer is not None:
-                    self._layers[i][..., : self.length, :] = buffer[..., : self.length, :]
-                new.append(self._layers[i])
-        return new
-
-    def update(self, layer_idx: int, states: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write `states` [2, B, heads, C + L, head_dim] (keys, values) into the room behind the context.
-
-        Returns keys and values from token `first` on, [B, heads, length + C + L - first, head_dim] each; of a bucket
-        all of it.
-        """
-        buffer = self._layers[layer_idx]
-        if self.places is not None:
-            return buffer.index_copy_(-2, self.places, states.to(buffer.dtype)).unbind(0)
-        end = self.length + states.shape[-2]
-        buffer[..., self.length : end, :] = states
-        return buffer[..., first:end, :].unbind(0)
 
 
 def visible(config: DominoConfig, layer_type: str, query_position, key_position, query_block, key_block):
@@ -108,66 +46,10 @@ def visible(config: DominoConfig, layer_type: str, query_position, key_position,
     return seen & (query_position - key_position < config.sliding_window) if sliding else seen
 
 
-def additive(seen: torch.Tensor, dtype) -> torch.Tensor:
-    """The mask [1, 1, L, keys] that attention adds, from what is seen, [L, keys]."""
-    return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)[None, None]
-
-
-def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding of [B, heads, T, head_dim]; `sin` is negative in the first half of head_dim."""
-    return states * cos + states.roll(states.shape[-1] // 2, dims=-1) * sin
-
-
-class DominoAttention(nn.Module):
-    """Attention of a block over the context and itself; both pass through this layer's own key and value weights."""
-
-    def __init__(self, config: DominoConfig, layer_idx: int):
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = config.head_dim**-0.5
-        self.is_causal = False
-        width, bias = config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(width, config.num_attention_heads * config.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, width, bias=bias)
-        norm = Qwen3RMSNorm if config.use_qk_norm else lambda *args, **kwargs: nn.Identity()
-        self.q_norm = norm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = norm(config.head_dim, eps=config.rms_norm_eps)
-
-    def forward(self, hidden_states, context_states, rotary, attention_mask, context, first):
-        """hidden_states [B, L, H], context_states [B, C, H] -> [B, L, H]."""
-        batch, slots = hidden_states.shape[:2]
-        keys_of = torch.cat([context_states, hidden_states], dim=1)
-        shape = (batch, -1, self.config.num_key_value_heads, self.head_dim)
-        query = self.q_norm(self.q_proj(hidden_states).view(batch, slots, -1, self.head_dim)).transpose(1, 2)
-        key = self.k_norm(self.k_proj(keys_of).view(shape)).transpose(1, 2)
-        value = self.v_proj(keys_of).view(shape).transpose(1, 2)
-        cos, sin = rotary
-        query = rotate(query, cos[..., -slots:, :], sin[..., -slots:, :])
-        key = rotate(key, cos, sin)
-        # Under autocast these two are float32 by now, and not every backend takes mixed dtypes.
-        query, key = query.to(value.dtype), key.to(value.dtype)
-        if context is not None:
-            key, value = context.update(self.layer_idx, torch.stack([key, value]), first)
-        implementation = self.config._attn_implementation
-        if implementation == "flex_attention" and isinstance(attention_mask, torch.Tensor | None):
-            # A single block is no work for flex attention, whose kernels read past the end of a tensor mask.
-            implementation = "sdpa"
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-        # Dropout belongs to training steps: a drafter left in train mode still drafts without it.
-        dropout = self.config.attention_dropout if self.training and torch.is_grad_enabled() else 0.0
-        output, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout)
-        return self.o_proj(output.reshape(batch, slots, -1))
-
-
 class DominoDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: DominoConfig, layer_idx: int):
         super().__init__()
-        self.self_attn = DominoAttention(config, layer_idx)
+        self.self_attn = DrafterAttention(config, layer_idx)
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -200,7 +82,7 @@ class Compiled:
         return self.function(*args, **kwargs)
 
 
-class DominoDrafter(DominoHead, PreTrainedModel):
+class DominoDrafter(DominoHead, Drafter):
     """A drafter for assisted generation: `target.generate(..., assistant_model=drafter)`.
 
     It owns neither embeddings nor an output head: both are the target's. It keeps no state between calls, so one
@@ -208,14 +90,11 @@ class DominoDrafter(DominoHead, PreTrainedModel):
     """
 
     config_class = DominoConfig
-    base_model_prefix = ""
+    layout = LAYOUT
     main_input_name = "block_embeddings"
     supports_gradient_checkpointing = True
     _no_split_modules = ["DominoDecoderLayer"]
     _keys_to_ignore_on_load_unexpected = [rf"^{re.escape(name)}" for name in MAY_BE_UNUSED]
-    _supports_sdpa = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
 
     def __init__(self, config: DominoConfig):
         super().__init__(config)
@@ -234,6 +113,11 @@ class DominoDrafter(DominoHead, PreTrainedModel):
         size = config.draft_vocabulary_size
         self.register_buffer("draft_vocabulary", None if size is None else torch.arange(size))
         self.post_init()
+
+    def candidate_generator(self, target, generation_config, logits_processor=None):
+        from .generation_domino import DominoCandidateGenerator
+
+        return DominoCandidateGenerator(self, target, generation_config, logits_processor)
 
     def set_draft_vocabulary(self, token_ids) -> None:
         """Draft these tokens only. They are saved with the weights; other tokens are simply never drafted.
@@ -282,17 +166,6 @@ class DominoDrafter(DominoHead, PreTrainedModel):
             init.zeros_(module.weight)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
-        """Load a drafter: one saved by hf_domino, or a public Domino, DFlash or speculators checkpoint as published.
-
-        Takes what `PreTrainedModel.from_pretrained` takes. Only safetensors are read.
-
-        Raises:
-            ValueError: the folder is no drafter, or its configuration or weights don't fit one; the message says how.
-        """
-        return load_drafter(cls, super().from_pretrained, pretrained_model_name_or_path, config, model_args, kwargs)
-
-    @classmethod
     def from_target(cls, target, tokenizer=None, **overrides) -> "DominoDrafter":
         """A new drafter for a target, in float32, whose layers start as copies of the target's own last ones.
 
@@ -310,32 +183,6 @@ class DominoDrafter(DominoHead, PreTrainedModel):
         drafter = cls(config)
         copy_from_target(drafter, target)
         return drafter
-
-    def save_pretrained(self, save_directory, *args, push_to_hub=False, **kwargs):
-        """As in transformers. The tensors keep the names they have here, whatever file they were loaded from.
-
-        With `push_to_hub=True`, [`push_to_hub`] follows; it takes `repo_id` (default: the folder's name) and all else
-        that saving does not.
-        """
-        own = inspect.signature(PreTrainedModel.save_pretrained).parameters
-        pushing = {name: kwargs.pop(name) for name in [*kwargs] if name not in own} if push_to_hub else {}
-        super().save_pretrained(save_directory, *args, **{"save_original_format": False, **kwargs})
-        if push_to_hub and kwargs.get("is_main_process", True):
-            repo_id = pushing.pop("repo_id", None) or Path(save_directory).resolve().name
-            both = {name: kwargs[name] for name in ("token", "max_shard_size") if name in kwargs}
-            self.push_to_hub(repo_id, **pushing, **both)
-
-    def push_to_hub(self, repo_id, **kwargs):
-        """Push the drafter, with a card where the Hub has none or an older one of hf_domino's own.
-
-        Takes `target`, `target_revision`, `license`, `acceptance`, `speed` and `results` for the card, see
-        `hf_domino.hub.push_drafter`, beside transformers' arguments. Errors of the Hub are huggingface_hub's own.
-        """
-        if __name__.startswith("hf_domino."):
-            # By name, as an import statement would make hub.py travel with every checkpoint.
-            hub = importlib.import_module(".hub", __package__)
-            return hub.push_drafter(self, repo_id, super().push_to_hub, **kwargs)
-        return super().push_to_hub(repo_id, **kwargs)
 
     def forward(
         self,
@@ -417,9 +264,7 @@ class DominoDrafter(DominoHead, PreTrainedModel):
     def run_layers(self, hidden_states, features, position_ids, masks, context, first) -> torch.Tensor:
         """The arithmetic of `forward`, which [`compile`] compiles."""
         context_states = self.hidden_norm(self.fc(features.to(hidden_states)))
-        cos, sin = self.rotary_emb(hidden_states, position_ids)
-        half = sin.shape[-1] // 2
-        rotary = cos[:, None], torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)[:, None]
+        rotary = rotation(self.rotary_emb, hidden_states, position_ids)
         for layer, layer_type in zip(self.layers, self.config.layer_types):
             hidden_states = layer(
                 hidden_states, context_states, rotary, masks[layer_type], context, first.get(layer_type, 0)

@@ -68,7 +68,10 @@ class Target:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Token embeddings as the target's own layers see them, [...] -> [..., H], without any position information."""
-        embeddings = self.embeddings(token_ids.to(self.device))
+        return self.enter(self.embeddings(token_ids.to(self.device)))
+
+    def enter(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """What the target's forward makes of `inputs_embeds` in front of its layers, [..., H] -> [..., H]."""
         for factor in self._factors(_EMBEDDING_MULTIPLIERS):
             embeddings = embeddings * factor
         step = _EMBEDDING_STEPS.get(self.config.model_type)
@@ -133,7 +136,7 @@ class Target:
         return torch.cat([state.to(states[0].device) for state in states], dim=-1)
 
     def check_pairing(self, config) -> None:
-        """Raise one `ValueError` that names everything in which a `DominoConfig` does not fit this target."""
+        """Raise one `ValueError` that names everything in which a [`DrafterConfig`] does not fit this target."""
         text = self.config
         width = getattr(text, "word_embed_proj_dim", None) or text.hidden_size
         pairs = [
@@ -144,19 +147,18 @@ class Target:
         if config.num_target_layers is not None:
             pairs.append(("num_target_layers", config.num_target_layers, "num_hidden_layers", text.num_hidden_layers))
         problems = [f"{a} is {x}, the target's {b} is {y}" for a, x, b, y in pairs if x != y]
-        if max(config.target_layer_ids) >= text.num_hidden_layers:
+        depth, ids = text.num_hidden_layers, config.feature_layers(text.num_hidden_layers)
+        if not 0 <= min(ids) <= max(ids) < depth:
+            problems.append(f"target_layer_ids are {ids}, the target has layers 0 to {depth - 1}")
+        elif width != text.hidden_size and depth - 1 in ids:
             problems.append(
-                f"target_layer_ids are {config.target_layer_ids}, "
-                f"the target has layers 0 to {text.num_hidden_layers - 1}"
-            )
-        elif width != text.hidden_size and text.num_hidden_layers - 1 in config.target_layer_ids:
-            problems.append(
-                f"target_layer_ids are {config.target_layer_ids}, the target's last layer, "
-                f"{text.num_hidden_layers - 1}, ends in vectors of {width} instead of {text.hidden_size}"
+                f"target_layer_ids are {ids}, the target's last layer, {depth - 1}, ends in vectors of {width} instead "
+                f"of {text.hidden_size}"
             )
         eos = getattr(self.model.generation_config, "eos_token_id", None)
-        if config.mask_token_id in (eos if isinstance(eos, list) else [eos]):
-            problems.append(f"mask_token_id is {config.mask_token_id}, the target's eos_token_id is {eos}")
+        mask = getattr(config, "mask_token_id", None)  # not every kind of drafter has one
+        if mask is not None and mask in (eos if isinstance(eos, list) else [eos]):
+            problems.append(f"mask_token_id is {mask}, the target's eos_token_id is {eos}")
         if problems:
             raise ValueError(
                 f"This drafter was not made for {type(self.model).__name__}: the drafter's "

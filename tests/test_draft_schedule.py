@@ -157,9 +157,9 @@ def with_machine(monkeypatch, confidence, added=0.0, ready=True):
                     made[-1].times.add(drafted, PLAIN + added * drafted)
         return made[-1]
 
-    monkeypatch.setattr("hf_domino.generation_domino.DraftSchedule", schedule)
+    monkeypatch.setattr("hf_domino.generation_drafter.DraftSchedule", schedule)
     if confidence is not None:
-        monkeypatch.setattr("hf_domino.generation_domino.largest_probabilities", confidence)
+        monkeypatch.setattr("hf_domino.generation_drafter.largest_probabilities", confidence)
     return made
 
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from ..configuration_domino import abridged
+from ..configuration_drafter import abridged
 
 RECIPE_FILE = "training_recipe.json"
 # The training arguments that decide what comes out; the others say where, how often and how fast.
