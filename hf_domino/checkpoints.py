@@ -66,6 +66,8 @@ def fields_from_published(config: dict) -> dict:
         ValueError: it is none of these, a field stands in two places with different values, or it needs a part that
             this package doesn't have.
     """
+    if is_eagle3(config):
+        raise ValueError("This is an EAGLE-3 drafter, which hf_domino.Eagle3Drafter.from_pretrained loads.")
     speculators = config.get("speculators_model_type")
     if config.get("dflash_config") is None and "target_layer_ids" not in config and speculators is None:
         kind = f"model_type {abridged(config.get('model_type'))}, architectures {abridged(config.get('architectures'))}"
@@ -101,6 +103,17 @@ def fields_from_published(config: dict) -> dict:
         if config.get("sliding_window_non_causal"):
             found.setdefault("is_causal", False)
     return found
+
+
+def is_eagle3(config: dict) -> bool:
+    """Whether this is the config.json of an EAGLE-3 drafter, whoever wrote it."""
+    if config.get("dflash_config") is not None:
+        return False
+    names = [config.get(name) for name in ("model_type", "speculators_model_type", "architectures")]
+    says_so = "eagle3" in abridged(names).lower()
+    # The authors' own files only say LlamaForCausalLM: they are known by their reduced vocabulary and single layer.
+    is_like_them = "draft_vocab_size" in config and config.get("num_hidden_layers") == 1
+    return says_so or is_like_them or config.get("eagle_config") is not None
 
 
 def one_less(layer_ids: list) -> list:

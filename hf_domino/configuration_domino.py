@@ -154,6 +154,11 @@ class DominoConfig(DrafterConfig):
         return 0 if self.sample_from_anchor else 1
 
     @property
+    def method(self) -> str:
+        """What the drafter is, in one word."""
+        return "domino" if self.head == "domino" else "dflash"
+
+    @property
     def max_draft_tokens(self) -> int:
         """The most tokens that a call may ask for in one round: a block has no more."""
         return self.num_draft_tokens

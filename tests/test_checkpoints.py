@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, Qwen3Config
 
 import hf_domino
-from hf_domino import DominoConfig, DominoDrafter
+from hf_domino import DominoDrafter
 from tests.hub_stand_in import run_beside_a_hub
 from tests.tiny import MASK, VOCAB, assert_same_as_plain, inputs, tiny_target
 
@@ -186,9 +186,9 @@ LAYOUTS = {
 }
 
 
-def by_hand(**fields):
+def by_hand(kind=DominoDrafter, of_kind=FIELDS, **fields):
     """A drafter built from fields, with weights that are nowhere zero."""
-    drafter = DominoDrafter(DominoConfig(**{**FIELDS, **fields})).eval()
+    drafter = kind(kind.config_class(**{**of_kind, **fields})).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in drafter.parameters():
@@ -220,12 +220,16 @@ def own_fields(config):
     return {name: getattr(config, name) for name in config.own_fields()}
 
 
-def assert_same_drafter(loaded, expected):
-    assert type(loaded) is DominoDrafter
+def assert_same_tensors(loaded, expected):
+    assert type(loaded) is type(expected)
     assert own_fields(loaded.config) == own_fields(expected.config)
     assert loaded.state_dict().keys() == expected.state_dict().keys()
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, expected.state_dict()[name]), name
+
+
+def assert_same_drafter(loaded, expected):
+    assert_same_tensors(loaded, expected)
     generator = torch.Generator().manual_seed(1)
     block = torch.randn(1, 8, 32, generator=generator)
     features = torch.randn(1, 20, expected.fc.in_features, generator=generator)
@@ -422,7 +426,10 @@ REFUSED = {
     "unknown gate": ({"dflash_config": {**TARGET, **HEAD}, "use_bias_gate": True}, "config.json sets use_bias_gate"),
     "DFlash 2": ({"dflash_config": {**TARGET, "selector_rank": 256}}, "config.json sets selector_rank"),
     "attention sinks": ({"dflash_config": {**TARGET, "attention_sink_bias": True}}, "sets attention_sink_bias"),
-    "EAGLE-3 of speculators": ({"speculators_model_type": "eagle3"}, "speculators checkpoint of type 'eagle3'; only"),
+    "EAGLE-3": (
+        {"architectures": ["LlamaForCausalLMEagle3"]},
+        r"an EAGLE-3 drafter, which hf_domino\.Eagle3Drafter\.from_pretrained",
+    ),
     "a list for a section": (
         {"dflash_config": [TARGET]},
         "config.json's dflash_config must be an object, but is a list",

@@ -5,7 +5,7 @@ import torch
 
 import hf_domino
 
-from .tiny import drafted_rounds, inputs, tiny_drafter, tiny_target
+from .tiny import drafted_rounds, forbid_host_synchronisation, inputs, tiny_drafter, tiny_target
 
 
 @torch.no_grad()
@@ -55,27 +55,7 @@ def test_no_host_synchronisation_in_the_slot_loop(monkeypatch, fields):
     target = tiny_target()
     drafter = tiny_drafter(target, **fields)
     drafter.set_draft_vocabulary(range(1, 40))
-    inside, roll_out = [], hf_domino.DominoDrafter.roll_out
-
-    def guarded(self, *args):
-        inside.append(True)
-        try:
-            return roll_out(self, *args)
-        finally:
-            inside.pop()
-
-    def forbid(name):
-        method = getattr(torch.Tensor, name)
-
-        def call(self, *args):
-            assert not inside, f"Tensor.{name} waits for the device"
-            return method(self, *args)
-
-        monkeypatch.setattr(torch.Tensor, name, call)
-
-    monkeypatch.setattr(hf_domino.DominoDrafter, "roll_out", guarded)
-    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy"):
-        forbid(name)
+    forbid_host_synchronisation(monkeypatch, hf_domino.DominoDrafter, "roll_out")
     target.generate(**inputs(), max_new_tokens=20, do_sample=False, assistant_model=drafter)
     target.generate(**inputs(), max_new_tokens=20, do_sample=True, top_k=0, assistant_model=drafter)
 

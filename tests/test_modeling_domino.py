@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, CohereConfig, GlmConfig, LlamaCo
 import hf_domino
 from hf_domino import DominoConfig, DominoDrafter
 from hf_domino.modeling_domino import ContextCache, visible
-from tests.tiny import VOCAB, inputs, tiny_drafter, tiny_target
+from tests.tiny import VOCAB, inputs, tiny_drafter, tiny_eagle3, tiny_target
 
 SLIDING = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=8)
 BOTH_SLIDING = dict(layer_types=["sliding_attention"] * 2, sliding_window=10)
@@ -114,7 +114,7 @@ def test_auto_classes_need_no_remote_code(tmp_path, drafter):
 REMOTE = """
 import sys
 
-folder, target_folder, package = sys.argv[1:]
+target_folder, package, *folders = sys.argv[1:]
 
 
 class Hide:
@@ -136,15 +136,16 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin
 
 target = AutoModelForCausalLM.from_pretrained(target_folder)
-drafter = AutoModel.from_pretrained(folder, trust_remote_code=True)
-assert type(drafter).__module__.startswith("transformers_modules.")
-rounds = []
-drafter.register_forward_hook(lambda *_: rounds.append(1))
+drafters = [AutoModel.from_pretrained(folder, trust_remote_code=True) for folder in folders]
 ids = torch.arange(1, 8)[None]
 kwargs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20)
 plain = target.generate(**kwargs)
-assert torch.equal(target.generate(**kwargs, assistant_model=drafter), plain)
-assert rounds
+for drafter in drafters:
+    assert type(drafter).__module__.startswith("transformers_modules.")
+    rounds = []
+    drafter.register_forward_hook(lambda *_: rounds.append(1))
+    assert torch.equal(target.generate(**kwargs, assistant_model=drafter), plain)
+    assert rounds
 own = GenerationMixin._assisted_decoding.hf_domino_connected_by
 assert own.startswith("transformers_modules."), own
 
@@ -153,25 +154,29 @@ sys.path.insert(0, package)
 import hf_domino
 
 assert GenerationMixin._assisted_decoding.hf_domino_connected_by == "hf_domino.assisted_generation"
-with hf_domino.track_acceptance() as acceptance:
-    assert torch.equal(target.generate(**kwargs, assistant_model=drafter), plain)
-assert sum(acceptance.lengths) == 19, acceptance.lengths
-again = AutoModel.from_pretrained(folder)
-assert type(again) is hf_domino.DominoDrafter
-assert torch.equal(target.generate(**kwargs, assistant_model=again), plain)
+for drafter, folder in zip(drafters, folders):
+    with hf_domino.track_acceptance() as acceptance:
+        assert torch.equal(target.generate(**kwargs, assistant_model=drafter), plain)
+    assert sum(acceptance.lengths) == 19, acceptance.lengths
+    again = AutoModel.from_pretrained(folder)
+    assert type(again) is getattr(hf_domino, type(drafter).__name__)
+    assert torch.equal(target.generate(**kwargs, assistant_model=again), plain)
 hf_domino.disconnect()
 assert not hasattr(GenerationMixin._assisted_decoding, "hf_domino_connected_by")
 """
 
 
-def test_saved_folder_works_without_the_package(tmp_path, target, drafter):
-    drafter.save_pretrained(tmp_path / "drafter")
+@pytest.mark.parametrize("names", [("domino", "eagle3"), ("eagle3", "domino")], ids=lambda names: f"{names[0]} first")
+def test_saved_folders_work_without_the_package(tmp_path, target, drafter, names):
+    """Each brings its own copy of the code, and the one that was loaded first connects generate() for both."""
+    for name in names:
+        (drafter if name == "domino" else tiny_eagle3(target)).save_pretrained(tmp_path / name)
     target.save_pretrained(tmp_path / "target")
     package = str(Path(hf_domino.__file__).parents[1])
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["HF_MODULES_CACHE"] = str(tmp_path / "modules")
     done = subprocess.run(
-        [sys.executable, "-c", REMOTE, str(tmp_path / "drafter"), str(tmp_path / "target"), package],
+        [sys.executable, "-c", REMOTE, str(tmp_path / "target"), package, *(str(tmp_path / name) for name in names)],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

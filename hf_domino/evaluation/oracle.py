@@ -3,11 +3,15 @@
 A drafter that was not trained is never accepted, which hides most of what can go wrong and all of what can be gained.
 """
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import torch
 
 from ..generation_domino import DominoCandidateGenerator
+from ..generation_eagle3 import Eagle3CandidateGenerator
+
+GENERATORS = (DominoCandidateGenerator, Eagle3CandidateGenerator)
 
 
 @contextmanager
@@ -23,22 +27,23 @@ def oracle(continuation: torch.Tensor, rate: float = 1.0, seed: int = 0):
         seed: of the generator that spoils.
     """
     generator = torch.Generator().manual_seed(seed)
-    draft = DominoCandidateGenerator.draft
     prompt_lengths = {}
 
-    def spoilt(self, input_ids, count):
-        tokens, logits = draft(self, input_ids, count)
-        # The first draft follows the first new token, which the pass over the prompt gave.
-        prompt_length = prompt_lengths.setdefault(id(self), input_ids.shape[1] - 1)
-        done = input_ids.shape[1] - prompt_length
-        truth = continuation[done : done + count].to(tokens.device)
-        wrong = (torch.rand(len(truth), generator=generator) >= rate).to(tokens.device)
-        tokens = tokens.clone()
-        tokens[0, : len(truth)] = torch.where(wrong, (truth + 1) % self.config.vocab_size, truth)
-        return tokens, logits
+    def spoiling(draft):
+        def spoilt(self, input_ids, count):
+            tokens, logits = draft(self, input_ids, count)
+            # The first draft follows the first new token, which the pass over the prompt gave.
+            prompt_length = prompt_lengths.setdefault(id(self), input_ids.shape[1] - 1)
+            done = input_ids.shape[1] - prompt_length
+            truth = continuation[done : done + count].to(tokens.device)
+            wrong = (torch.rand(len(truth), generator=generator) >= rate).to(tokens.device)
+            tokens = tokens.clone()
+            tokens[0, : len(truth)] = torch.where(wrong, (truth + 1) % self.config.vocab_size, truth)
+            return tokens, logits
 
-    DominoCandidateGenerator.draft = spoilt
-    try:
+        return spoilt
+
+    with ExitStack() as patches:
+        for kind in GENERATORS:
+            patches.enter_context(mock.patch.object(kind, "draft", spoiling(kind.draft)))
         yield
-    finally:
-        DominoCandidateGenerator.draft = draft

@@ -3,14 +3,15 @@
 import statistics
 import time
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from transformers import DynamicCache
 
 from ..assisted_generation import _CACHE
-from ..generation_domino import DominoCandidateGenerator
+from .oracle import GENERATORS
 
 DRAFTING_PARTS = {
     "features": "observe_pass",
@@ -86,7 +87,6 @@ def rounds_of(passes: list[Pass], length: int) -> tuple[list[int], list[int]]:
 def timed_parts(device):
     """Collects seconds for every call of each part of drafting with our own generator."""
     seconds = defaultdict(list)
-    originals = {name: getattr(DominoCandidateGenerator, method) for name, method in DRAFTING_PARTS.items()}
 
     def timed(name, method):
         def call(*args, **kwargs):
@@ -97,13 +97,12 @@ def timed_parts(device):
 
         return call
 
-    for name, method in DRAFTING_PARTS.items():
-        setattr(DominoCandidateGenerator, method, timed(name, originals[name]))
-    try:
+    with ExitStack() as patches:
+        for kind in GENERATORS:
+            for name, method in DRAFTING_PARTS.items():
+                if hasattr(kind, method):
+                    patches.enter_context(mock.patch.object(kind, method, timed(name, getattr(kind, method))))
         yield seconds
-    finally:
-        for name, method in DRAFTING_PARTS.items():
-            setattr(DominoCandidateGenerator, method, originals[name])
 
 
 @torch.no_grad()
