@@ -44,6 +44,7 @@ class BenchOptions:
     out: str = field(metadata={"help": "The folder of the results."})
     drafter: str | None = _option(None, "A Domino drafter.")
     dflash: str | None = _option(None, "A DFlash drafter.")
+    eagle3: str | None = _option(None, "An EAGLE-3 drafter.")
     assistant: str | None = _option(None, "An ordinary small model as the assistant.")
     methods: list[str] | None = _option(None, f"Of {', '.join(METHODS)}. Default: all that the models given allow.")
     sets: list[str] = field(
@@ -349,9 +350,12 @@ def bytes_of_a_round(target, drafter, num_drafts: int) -> dict[str, int]:
     is_tied = getattr(head, "weight", None) is embeddings.weight
     parts = {
         "target": size(target) - (0 if is_tied else size(embeddings)),
-        "backbone": size(drafter.fc, drafter.hidden_norm, drafter.layers, drafter.norm),
-        "output head": size(head) * rows // config.vocab_size,
     }
+    if config.method == "eagle3":  # all but the projection of the features is read for every draft
+        parts["backbone"] = size(drafter.fc) + num_drafts * size(drafter.midlayer, drafter.norm)
+        return parts | {"output head": num_drafts * size(drafter.lm_head)}
+    parts["backbone"] = size(drafter.fc, drafter.hidden_norm, drafter.layers, drafter.norm)
+    parts["output head"] = size(head) * rows // config.vocab_size
     if config.head == "domino":
         corrected = max(0, num_drafts - config.num_uncorrected_tokens)
         weights = drafter.head_weights(Target(target))
@@ -408,7 +412,7 @@ def describe(drafter) -> dict:
     return {
         "name": public_name(drafter.config._name_or_path),
         "dtype": str(drafter.dtype).removeprefix("torch."),
-        **{name: getattr(drafter.config, name) for name in names.split()},
+        **{name: getattr(drafter.config, name, None) for name in names.split()},
     }
 
 

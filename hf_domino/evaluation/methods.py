@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..modeling_domino import DominoDrafter
+from ..modeling_drafter import Drafter
+from ..modeling_eagle3 import Eagle3Drafter
 from ..target import Target
 
 # The methods, and which of the models each can be given.
@@ -18,10 +20,11 @@ METHODS = {
     "published-loop": ("drafter",),
     "dflash": ("dflash",),
     "stock-dflash": ("dflash", "drafter"),
+    "eagle3": ("eagle3",),
     "assistant": ("assistant",),
     "prompt-lookup": (),
 }
-OURS = ("domino", "domino-adaptive", "domino-base", "dflash")
+OURS = ("domino", "domino-adaptive", "domino-base", "dflash", "eagle3")
 
 
 @dataclass
@@ -30,7 +33,7 @@ class Method:
 
     name: str
     run: Callable
-    drafter: DominoDrafter | None = None  # where our own generator drafts
+    drafter: Drafter | None = None  # where our own generator drafts
 
 
 def chosen_methods(options) -> list[str]:
@@ -60,7 +63,8 @@ def build_methods(names, options, target, tokenizer) -> tuple[list[Method], dict
 
     @functools.cache  # methods on the same weights share them
     def load_drafter(option, **kwargs):
-        drafter = load(DominoDrafter, getattr(options, option), **kwargs)
+        kind = Eagle3Drafter if option == "eagle3" else DominoDrafter
+        drafter = load(kind, getattr(options, option), **kwargs)
         Target(target).check_pairing(drafter.config)
         if option == "dflash" and drafter.config.head != "none":
             raise ValueError(f"{options.dflash} is a Domino drafter: give it as --drafter.")

@@ -20,12 +20,14 @@ LABELS = {
     "published-loop": "Domino, published loop",
     "dflash": "DFlash",
     "stock-dflash": "DFlash, transformers",
+    "eagle3": "EAGLE-3",
     "assistant": "small model",
     "prompt-lookup": "prompt lookup",
 }
-# Okabe and Ito's palette and a grey, which colour-blind readers tell apart too; markers for print without colour.
-COLOURS = dict(zip(METHODS, "#f0e442 #0072b2 #7f7f7f #56b4e9 #d55e00 #009e73 #000000 #e69f00 #cc79a7".split()))
-MARKERS = dict(zip(METHODS, "x o * s D ^ v P X".split()))
+# Okabe and Ito's palette, a grey and a wine red, which colour-blind readers tell apart too; markers for print without
+# colour.
+COLOURS = dict(zip(METHODS, "#f0e442 #0072b2 #7f7f7f #56b4e9 #d55e00 #009e73 #000000 #882255 #e69f00 #cc79a7".split()))
+MARKERS = dict(zip(METHODS, "x o * s D ^ v p P X".split()))
 YARDSTICKS = ("published-loop", "stock-dflash")
 PARTS = [*DRAFTING_PARTS, "drafting and rest", "verify", "rest"]
 PART_COLOURS = dict(zip(PARTS, "#009e73 #0072b2 #e69f00 #d55e00 #f0e442 #56b4e9 #bbbbbb".split()))

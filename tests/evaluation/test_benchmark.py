@@ -20,7 +20,7 @@ from hf_domino.evaluation.prompts import SETS, read_set, spread
 from hf_domino.evaluation.summary import bootstrap, median, ratio_of_sums, summarise, whole_rounds
 from hf_domino.evaluation.timing import own_pass, rounds_of, watch_passes
 
-from ..tiny import inputs, tiny_drafter, tiny_target
+from ..tiny import inputs, tiny_drafter, tiny_eagle3, tiny_target
 from ..training.test_data import END, tiny_tokenizer
 
 CONVERSATIONS = [[{"role": "user", "content": f"w{i} w{2 * i + 1} w7"}] for i in range(5)]
@@ -407,6 +407,14 @@ def test_bytes_of_a_round(target):
     assert found["correction"] == 4 * (8 * hidden + read + (slots - 1) * 3 * 16 + slots * gru + corrected)
 
 
+def test_bytes_of_a_round_of_eagle3(target):
+    drafter = tiny_eagle3(target, draft_vocabulary_size=20)
+    found = bytes_of_a_round(target, drafter, 3)
+    every_draft = sum(p.numel() for p in (*drafter.midlayer.parameters(), *drafter.norm.parameters()))
+    assert found["backbone"] == 4 * (drafter.fc.weight.numel() + 3 * every_draft)
+    assert found["output head"] == 4 * 3 * 20 * 32 and found.keys() == {"target", "backbone", "output head"}
+
+
 # ---- the command
 
 
@@ -417,6 +425,7 @@ def folders(tmp_path_factory, target):
     tiny_tokenizer().save_pretrained(folder / "target")
     tiny_drafter(target).save_pretrained(folder / "domino")
     tiny_drafter(target, head="none", sample_from_anchor=False).save_pretrained(folder / "dflash")
+    tiny_eagle3(target, draft_vocabulary_size=20).save_pretrained(folder / "eagle3")
     for name, count in (("one", 5), ("two", 2)):
         lines = [json.dumps({"turns": [f"w{i} w{i + 1}", "w3"][: 1 + i % 2]}) + "\n" for i in range(count)]
         (folder / f"{name}.jsonl").write_text("".join(lines))
@@ -432,8 +441,8 @@ def run(folders, out, *arguments, sets=("one.jsonl", "b=two.jsonl")):
 
 
 def test_every_method_in_one_run(folders, tmp_path, capsys):
-    models = ["--dflash", str(folders / "dflash"), "--assistant", str(folders / "target")]
-    result = run(folders, tmp_path, *models)
+    models = {"dflash": "dflash", "eagle3": "eagle3", "assistant": "target"}
+    result = run(folders, tmp_path, *(f"--{name}={folders / folder}" for name, folder in models.items()))
     assert result["skipped"] == {}
     rows = {(row["set"], row["method"]): row for row in result["summary"]}
     assert set(rows) == {(name, method) for name in ("one", "b") for method in METHODS}
@@ -445,6 +454,9 @@ def test_every_method_in_one_run(folders, tmp_path, capsys):
     assert {row["method"] for row in result["profile"]} == set(METHODS)
     own = next(row for row in result["profile"] if row["method"] == "domino")
     assert all(own["ms"][part] > 0 for part in ("features", "backbone", "output head", "correction", "verify"))
+    own = next(row for row in result["profile"] if row["method"] == "eagle3")
+    assert all(own["ms"][part] > 0 for part in ("features", "backbone", "output head", "verify"))
+    assert result["drafters"]["eagle3"]["num_draft_tokens"] == 5
     assert result["versions"]["torch"] == torch.__version__ and result["machine"]["threads"] == 1
     assert str(folders) not in (tmp_path / "result.json").read_text()  # whose home that is concerns nobody
     assert result["options"]["sets"] == ["one.jsonl", "b=two.jsonl"] and result["options"]["drafter"] == "domino"
