@@ -14,9 +14,10 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from yaml import YAMLError
 
-from .configuration_domino import DominoConfig
+from .configuration_drafter import DrafterConfig
 from .evaluation.prompts import SETS
 from .modeling_domino import DominoDrafter
+from .modeling_eagle3 import Eagle3Drafter
 from .training.recipe import RECIPE_FILE, read_recipe, recipe_rows
 
 METRICS = {
@@ -27,14 +28,19 @@ METRICS = {
     "base_speedup": "the base alone",
     "dflash_speedup": "DFlash",
 }
-# Methods of `hf-domino bench` that stand on a card, and what their metrics are called there.
-_ON_CARD = {"domino": {"domino": "", "domino-base": "base_", "dflash": "dflash_"}, "none": {"dflash": ""}}
+# Methods of `hf-domino bench` that stand on the card of a method, and what their metrics are called there.
+_ON_CARD = {
+    "domino": {"domino": "", "domino-base": "base_", "dflash": "dflash_"},
+    "dflash": {"dflash": ""},
+    "eagle3": {"eagle3": ""},
+}
+_KINDS = {kind.config_class.model_type: kind for kind in (DominoDrafter, Eagle3Drafter)}
 _TRAINING_FILES = (RECIPE_FILE, "trainer_state.json")
 _CURVE_ROWS = 12
 
 
 def model_card(
-    config: DominoConfig,
+    config: DrafterConfig,
     *,
     target: str,
     name: str = "drafter",
@@ -84,12 +90,12 @@ def model_card(
         library_name="transformers",
         pipeline_tag="text-generation",
         license=license,
-        tags=["speculative-decoding", "hf_domino", "domino" if config.head == "domino" else "dflash", *(tags or [])],
+        tags=["speculative-decoding", "hf_domino", config.method, *(tags or [])],
         model_name=name if evaluations else None,
         eval_results=evaluations or None,
     )
     with torch.device("meta"):
-        num_parameters = DominoDrafter(config).num_parameters()
+        num_parameters = _KINDS[config.model_type](config).num_parameters()
     return ModelCard.from_template(
         data,
         template_path=str(Path(__file__).with_name("card_template.md")),
@@ -104,7 +110,7 @@ def model_card(
     )
 
 
-def read_results(file: str | os.PathLike, config: DominoConfig) -> dict:
+def read_results(file: str | os.PathLike, config: DrafterConfig) -> dict:
     """What a result file says of a drafter: the arguments `acceptance` and `speed` of [`model_card`].
 
     Args:
@@ -125,12 +131,12 @@ def read_results(file: str | os.PathLike, config: DominoConfig) -> dict:
             f'{file} must be a result of `hf-domino bench`, or hold {{"acceptance": {{SET: ...}}, "speed": '
             "{SET: ...}}, or one of them."
         )
-    methods = _ON_CARD[config.head]
+    methods = _ON_CARD[config.method]
     own = next(iter(methods))
     measured = found.get("drafters", {}).get(own, {})
     for name in ("block_size", "num_hidden_layers", "draft_vocabulary_size"):
-        if name in measured and measured[name] != getattr(config, name):
-            values = f"{name} {measured[name]}, not {getattr(config, name)}"
+        if name in measured and measured[name] != getattr(config, name, None):
+            values = f"{name} {measured[name]}, not {getattr(config, name, None)}"
             raise ValueError(f"{file} measured another drafter: its {own} has {values}.")
     settings = found.get("settings", {})
     dflash = found.get("drafters", {}).get("dflash", {}).get("name") if own == "domino" else None
@@ -171,7 +177,7 @@ def write_card(folder: str | os.PathLike, *, overwrite: bool = False, results=No
     """
     folder = Path(folder)
     config, recipe = read_recipe(folder, "config.json"), read_recipe(folder)
-    if config.get("model_type") != DominoConfig.model_type:
+    if (kind := _KINDS.get(config.get("model_type"))) is None:
         raise ValueError(f"{folder} holds no drafter that hf_domino saved.")
     known = {"recipe": recipe, "curve": read_recipe(folder, "trainer_state.json").get("log_history")}
     known |= {name: recipe.get("options", {}).get(name) for name in ("target", "license")}
@@ -182,7 +188,7 @@ def write_card(folder: str | os.PathLike, *, overwrite: bool = False, results=No
         raise ValueError(f"{folder} does not say which target the drafter is for: name it.")
     if about["target"] == known["target"]:
         about.setdefault("revision", recipe.get("target_revision"))
-    config = DominoConfig.from_dict(config)
+    config = kind.config_class.from_dict(config)
     if results is not None:
         about |= read_results(results, config)
     path, old = folder / "README.md", _read_card(folder)

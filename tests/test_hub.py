@@ -14,7 +14,7 @@ import hf_domino
 from hf_domino.hub import model_card, write_card
 
 from .hub_stand_in import run_beside_a_hub
-from .tiny import tiny_drafter, tiny_target
+from .tiny import tiny_drafter, tiny_eagle3, tiny_target
 from .training.test_data import END, tiny_tokenizer
 
 TARGET, DRAFTER = "someone/a-target", "someone/a-drafter"
@@ -44,10 +44,10 @@ def tables(card):
     return [[[cell.strip() for cell in line[1:-1].split("|")] for line in block.splitlines()] for block in blocks]
 
 
-@pytest.mark.parametrize("revision", [None, "0123abc"])
-def test_the_usage_code_runs_as_printed(tmp_path, capsys, revision):
-    saved_drafter(tmp_path / "drafter")
+@pytest.mark.parametrize(("revision", "make"), [(None, tiny_drafter), ("0123abc", tiny_drafter), (None, tiny_eagle3)])
+def test_the_usage_code_runs_as_printed(tmp_path, capsys, revision, make):
     target = tiny_target()
+    make(target).save_pretrained(tmp_path / "drafter")
     target.generation_config.eos_token_id = END
     target.generation_config.pad_token_id = 0
     target.save_pretrained(tmp_path / "target")
@@ -126,6 +126,28 @@ def test_a_card_of_little_says_little(tmp_path, monkeypatch):
     assert f"{sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} million, float32" in card.text
     drafter.set_draft_vocabulary(range(50))
     assert "50 of 97 tokens" in model_card(drafter.config, target=TARGET).text
+    assert not re.search(r"{[{%]|\bNone\b|undefined", card.text)
+
+
+@pytest.mark.parametrize("layers", [[2, 0, 1], None])
+def test_the_card_of_an_eagle3_drafter(tmp_path, layers):
+    drafter = tiny_eagle3(tiny_target(), target_layer_ids=layers, draft_vocabulary_size=23)
+    drafter.save_pretrained(tmp_path)
+    result = bench_result()
+    result["drafters"]["eagle3"] = {"dtype": "float32", "block_size": None, "draft_vocabulary_size": 23}
+    result["summary"].append({"set": "gsm8k", "method": "eagle3", "acceptance_length": 2.7, "speedup": 1.6})
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    card = ModelCard.load(write_card(tmp_path, target=TARGET, results=tmp_path / "result.json"))
+    about, acceptance = tables(card)
+    assert about[2:] == [
+        ["layers", "1 of width 32"],
+        ["drafts", "a chain of 5, each from the one before"],
+        ["reads", f"the outputs of target layers {'2, 0, 1' if layers else '1, L / 2 - 1, L - 4 of L'} (from 0)"],
+        ["parameters", f"{drafter.num_parameters() / 1e6:.1f} million, float32"],
+        ["drafts from", "23 of 97 tokens"],
+    ]
+    assert acceptance[2][:3] == ["gsm8k", "2.70", "1.60"] and "eagle3" in card.data.tags
+    assert "An [EAGLE-3]" in card.text and "embeddings are the target's" in card.text
     assert not re.search(r"{[{%]|\bNone\b|undefined", card.text)
 
 
