@@ -42,7 +42,7 @@ class Acceptance:
 
 @contextmanager
 def track_acceptance():
-    """Collect the acceptance lengths of every `generate()` call with a Domino drafter inside the block.
+    """Collect the acceptance lengths of every `generate()` call with a drafter inside the block.
 
     A thread that opens its own tracker records there and nowhere else; calls in threads that have none (a `generate()`
     behind a streamer, say) are recorded by the trackers open elsewhere.
