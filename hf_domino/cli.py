@@ -22,16 +22,16 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
 
-from .configuration_domino import DominoConfig
 from .demo import DemoOptions, run_demo
 from .evaluation.benchmark import BenchOptions, run_bench
 from .evaluation.doctor import NEAR_ONE, PROMPTS, diagnose
 from .evaluation.report import ReportOptions, run_report
 from .hub import write_card
 from .modeling_domino import DominoDrafter
+from .modeling_eagle3 import Eagle3Drafter
 from .target import Target
 from .training.data import SETTINGS_FILE, load_conversations, read_prompts, regenerate
-from .training.features import cache_features
+from .training.features import Conversations, cache_features
 from .training.recipe import check_recipe, make_recipe, write_recipe
 from .training.trainer import DominoTrainer, DominoTrainingArguments, last_checkpoint, most_frequent_tokens
 
@@ -70,8 +70,11 @@ class TrainOptions:
     target: str = _option(help="The target: a folder or a model on the Hub.")
     data: str = _option(help="A folder that `hf-domino regenerate` wrote.")
     out: str = _option(help="Where checkpoints and the finished drafter go.")
-    init_from: str | None = _option(None, help="A Domino or DFlash drafter to start from.")
-    from_target: bool = _option(False, help="Start the layers as copies of the target's own last ones.")
+    method: str = _option("domino", help='"domino" (DFlash with --head none), or "eagle3".')
+    init_from: str | None = _option(None, help="A drafter of the same kind to start from.")
+    from_target: bool = _option(
+        False, help="Start the layers as copies of the target's own last ones; EAGLE-3's head always starts as its."
+    )
     cache_features: str | None = _option(None, help="A folder to keep the target's features in, for every epoch.")
     eval_size: int = _option(32, help="Conversations held out, whole prompts at a time, to measure acceptance on.")
     dtype: str = _option("auto", help="Of the target.")
@@ -80,6 +83,7 @@ class TrainOptions:
     head: str | None = _option(None, help='"domino", or "none" for a DFlash drafter.')
     block_size: int | None = _option(None, help="Slots of a block, the anchor included.")
     sample_from_anchor: bool | None = _option(None, help="Whether the anchor's slot drafts too.")
+    num_draft_tokens: int | None = _option(None, help="Tokens that an EAGLE-3 drafter drafts in a round.")
     num_uncorrected_tokens: int | None = _option(None, help="First drafts of a block without correction.")
     num_hidden_layers: int | None = _option(None, help="Layers of the drafter.")
     target_layer_ids: list[int] | None = _option(None, help="Target layers whose outputs are the features.")
@@ -127,10 +131,10 @@ class DoctorOptions:
     device: str | None = _option(None, help="Of both. Default: the first accelerator, else the CPU.")
 
 
-# The options that are fields of a drafter's configuration.
-_DRAFTER_FIELDS = {f.name for f in dataclasses.fields(TrainOptions)} & set(DominoConfig.__dataclass_fields__) - {
-    "dtype",
-    "draft_vocabulary_size",  # training needs every token
+# Of each method: its drafter, and the options that are fields of its configuration.
+_METHODS = {
+    method: (kind, {f.name for f in dataclasses.fields(TrainOptions)} & kind.config_class.own_fields() - {"dtype"})
+    for method, kind in {"domino": DominoDrafter, "eagle3": Eagle3Drafter}.items()
 }
 
 
@@ -157,7 +161,7 @@ def run_train(options: TrainOptions, args: DominoTrainingArguments) -> None:
         check_recipe(Path(checkpoint).parent, recipe)
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.dtype).to(args.device)
     set_seed(args.seed)
-    drafter = new_drafter(options, target, tokenizer)
+    drafter = new_drafter(options, target, tokenizer, train_records)
     drafter.set_attn_implementation(options.attn_implementation)
     cache = None
     if options.cache_features:
@@ -166,7 +170,7 @@ def run_train(options: TrainOptions, args: DominoTrainingArguments) -> None:
             cache = cache_features(
                 Target(target.eval()),
                 records,
-                drafter.config.target_layer_ids,
+                drafter.config.feature_layers(Target(target).config.num_hidden_layers),
                 options.cache_features,
                 last_hidden=needs_last_hidden,
                 max_length=args.max_length,
@@ -182,7 +186,7 @@ def run_train(options: TrainOptions, args: DominoTrainingArguments) -> None:
     trainer.train(resume_from_checkpoint=checkpoint)
     if eval_records:
         trainer.evaluate()
-    if options.draft_vocabulary_size:
+    if options.draft_vocabulary_size and options.method == "domino":  # whose training needs every token
         vocabulary = most_frequent_tokens(trainer.train_dataset, options.draft_vocabulary_size)
         trainer.drafter.set_draft_vocabulary(vocabulary)
     trainer.drafter.to(getattr(torch, options.save_dtype))
@@ -213,16 +217,33 @@ def run_doctor(options: DoctorOptions) -> None:
     sys.exit(0 if diagnosis.is_healthy else 1)
 
 
-def new_drafter(options: TrainOptions, target, tokenizer) -> DominoDrafter:
-    """The drafter that training starts from, in float32."""
+def new_drafter(options: TrainOptions, target, tokenizer, records) -> DominoDrafter | Eagle3Drafter:
+    """The drafter that training starts from, in float32.
+
+    Raises:
+        ValueError: there is no such method, an option belongs to another one, or two say where weights come from.
+    """
+    if options.method not in _METHODS:
+        raise ValueError(f"--method is {options.method!r}, but must be one of {', '.join(_METHODS)}.")
+    kind, names = _METHODS[options.method]
+    others = set.union(*(fields for _, fields in _METHODS.values())) - names
+    if foreign := sorted(name for name in others if getattr(options, name) is not None):
+        raise ValueError(f"--{' and --'.join(foreign)} can't be given with --method {options.method}.")
     if options.init_from and options.from_target:
         raise ValueError("--init_from and --from_target both say where the weights come from: give one.")
-    fields = {name: getattr(options, name) for name in _DRAFTER_FIELDS if getattr(options, name) is not None}
+    fields = {name: value for name in names if (value := getattr(options, name)) is not None}
+    # A Domino drafter is trained on every token, and an EAGLE-3 drafter that there is keeps its own.
+    vocabulary_size = None if options.init_from else fields.pop("draft_vocabulary_size", None)
+    if options.method == "domino":
+        fields.pop("draft_vocabulary_size", None)
     if options.init_from:
-        return DominoDrafter.from_pretrained(options.init_from, dtype=torch.float32, **fields)
+        return kind.from_pretrained(options.init_from, dtype=torch.float32, **fields)
+    if options.method == "eagle3":
+        vocabulary = most_frequent_tokens(Conversations(records), vocabulary_size)
+        return kind.from_target(target, vocabulary, **fields)
     if options.from_target:
-        return DominoDrafter.from_target(target, tokenizer, **fields)
-    return DominoDrafter(DominoConfig.for_target(target.config, tokenizer, **fields))
+        return kind.from_target(target, tokenizer, **fields)
+    return kind(kind.config_class.for_target(target.config, tokenizer, **fields))
 
 
 def hold_out(records: list[dict], count: int) -> tuple[list[dict], list[dict]]:

@@ -14,15 +14,19 @@ Shapes: B batch, R new rows, F concatenated features, H drafter width, V vocabul
 Source: EAGLE-3, arXiv 2503.01840, section 3. Tensor names are those of the public checkpoints.
 """
 
+import logging
 import re
 
 import torch
 from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
+from .checkpoints import check_draft_vocabulary
 from .checkpoints_eagle3 import LAYOUT
 from .configuration_eagle3 import Eagle3Config
-from .modeling_drafter import ContextCache, Drafter, DrafterAttention, rotation
+from .modeling_drafter import ContextCache, Drafter, DrafterAttention, additive, rotation
+
+logger = logging.getLogger(__name__)
 
 
 class Eagle3DecoderLayer(nn.Module):
@@ -35,12 +39,14 @@ class Eagle3DecoderLayer(nn.Module):
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, embeddings, hidden_states, rotary, context=None):
+    def forward(self, embeddings, hidden_states, rotary, context=None, count=1, attention_mask=None):
+        """[B, R, H], [B, R, H] -> [B, count, H], the last rows."""
         normed = self.hidden_norm(hidden_states)
         both = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
-        residual = (normed if self.norm_before_residual else hidden_states)[:, -1:]
-        # The rows before the last one are only looked at: their keys and values are all that is needed of them.
-        hidden_states = residual + self.self_attn(both[:, -1:], both[:, :-1], rotary, None, context, 0)
+        residual = (normed if self.norm_before_residual else hidden_states)[:, -count:]
+        # The rows before are only looked at: their keys and values are all that is needed of them.
+        attended = self.self_attn(both[:, -count:], both[:, :-count], rotary, attention_mask, context, 0)
+        hidden_states = residual + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
@@ -79,6 +85,42 @@ class Eagle3Drafter(Drafter):
         """The token of every row of the output head, [D]; None where there is one for each token."""
         return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
+    @classmethod
+    def from_target(cls, target, draft_vocabulary=None, **overrides) -> "Eagle3Drafter":
+        """A new drafter for a target, in float32, whose output head and the norm in front of it start as the target's.
+
+        They start at random, which is said, where the target's head is no plain linear layer of the drafter's width.
+
+        Args:
+            target: a decoder model.
+            draft_vocabulary: [D], the token ids that it is to draft. Default: all.
+            overrides: fields of [`Eagle3Config`] to set.
+
+        Raises:
+            ValueError: `draft_vocabulary` holds no distinct token ids, or a field is out of range.
+        """
+        if draft_vocabulary is not None:
+            draft_vocabulary = torch.as_tensor(draft_vocabulary).sort().values
+            overrides["draft_vocabulary_size"] = len(draft_vocabulary)
+        config = cls.config_class.for_target(target.config, **overrides)
+        drafter = cls(config)
+        if drafter.d2t is not None:
+            check_draft_vocabulary(draft_vocabulary, config.vocab_size)
+            drafter.d2t.copy_(draft_vocabulary - torch.arange(len(draft_vocabulary)))
+            drafter.t2d.zero_()[draft_vocabulary] = True
+        head, norm = target.get_output_embeddings(), getattr(target.get_decoder(), "norm", None)
+        shape = config.vocab_size, config.hidden_size
+        if type(head) is nn.Linear and head.weight.shape == shape and not head.weight.is_meta and norm is not None:
+            rows = slice(None) if drafter.d2t is None else draft_vocabulary
+            with torch.no_grad():
+                drafter.lm_head.weight.copy_(head.weight[rows])
+                drafter.norm.weight.copy_(norm.weight)
+        else:
+            logger.warning(
+                f"The output head of {type(target).__name__} can't be copied: the drafter's starts at random."
+            )
+        return drafter
+
     def candidate_generator(self, target, generation_config, logits_processor=None):
         from .generation_eagle3 import Eagle3CandidateGenerator
 
@@ -112,6 +154,35 @@ class Eagle3Drafter(Drafter):
         if context is not None:
             context.length = past + count
         return hidden_states
+
+    def unroll(self, embeddings: torch.Tensor, features: torch.Tensor, num_steps: int) -> list[torch.Tensor]:
+        """Every row of whole texts, and what would be drafted behind it if each draft were the text's own token.
+
+        In step 0 a row reads its features, in step k the token k further on and its own output of step k - 1; it sees
+        the rows of step 0 up to its own place and its own of the steps between, as a chain of drafts does. This is the
+        training-time test of EAGLE-3 (section 3.2).
+
+        Args:
+            embeddings: [B, T, H], of the texts' tokens. Rows that reach past the end read the last ones.
+            features: [B, T, F].
+            num_steps: how many drafts.
+
+        Returns:
+            [B, T, H] for each step, the a of every row.
+        """
+        length = embeddings.shape[1]
+        places = torch.arange(length, device=self.device)
+        seen, own = places <= places[:, None], places == places[:, None]
+        read, hidden, positions, masks = [], [self.project(features)], [], []
+        for step in range(num_steps):
+            read.append(embeddings[:, (places + step + 1).clamp(max=length - 1)].to(hidden[0]))
+            positions.append(places + step)
+            masks.append(own if step else seen)
+            rotary = rotation(self.rotary_emb, hidden[0], torch.cat(positions)[None])
+            mask = additive(torch.cat(masks, dim=-1), hidden[0].dtype)
+            rows = torch.cat(read, dim=1), torch.cat(hidden, dim=1)
+            hidden.append(self.midlayer(*rows, rotary, count=length, attention_mask=mask))
+        return hidden[1:]
 
     def draft_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits of the token behind each row, [..., H] -> [..., D]."""

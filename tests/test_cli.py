@@ -9,7 +9,7 @@ import yaml
 from huggingface_hub import ModelCard
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hf_domino import DominoDrafter
+from hf_domino import DominoConfig, DominoDrafter, Eagle3Config, Eagle3Drafter
 from hf_domino.cli import hold_out, main
 from hf_domino.training.trainer import DominoTrainer
 
@@ -91,6 +91,31 @@ def test_from_prompts_to_generation(folders, tmp_path, capsys):
     assert lengths == {name: pytest.approx(last[f"eval_{name}"], abs=1e-3) for name in names}
     assert "| conversations | 12 |" in card.text and "| soft_target_weight | 0.5 |" in card.text
     assert "| answers: max_new_tokens | 16 |" in card.text and f'"{folders / "target"}"' in card.text
+
+
+def test_an_eagle3_drafter_from_prompts_to_generation(folders, tmp_path):
+    out, config = tmp_path / "drafter", tmp_path / "recipe.yaml"
+    own = {name: value for name, value in SMALL.items() if name in Eagle3Config.own_fields() or "_steps" in name}
+    own |= {name: SMALL[name] for name in SMALL.keys() - DominoConfig.own_fields()}
+    config.write_text(yaml.safe_dump({**own, "method": "eagle3", "soft_target_weight": 1.0, "max_steps": 3}))
+    where = ["--target", folders / "target", "--data", folders / "data", "--out", out, "--config", config]
+    command = ["train", *map(str, where), "--draft_vocabulary_size", "12", "--num_draft_tokens", "3"]
+    main([*command, "--cache-features", str(tmp_path / "cache")])
+    drafter = AutoModel.from_pretrained(out)
+    assert type(drafter) is Eagle3Drafter and len(drafter.draft_vocabulary) == 12
+    target = AutoModelForCausalLM.from_pretrained(folders / "target")
+    assert max(assert_same_as_plain(target, drafter.float(), 1.0, **inputs()).drafted) == 3
+    card = ModelCard.load(out / "README.md")
+    assert "eagle3" in card.data.tags and "| method | eagle3 |" in card.text
+    again = AutoModel.from_pretrained(out, dtype=torch.float32)
+    main([*command[:-4], "--num_draft_tokens", "2", "--init_from", str(out), "--out", str(tmp_path / "second")])
+    second = AutoModel.from_pretrained(tmp_path / "second")
+    assert torch.equal(second.draft_vocabulary, again.draft_vocabulary) and second.config.num_draft_tokens == 2
+    assert not torch.equal(second.fc.weight, again.fc.weight.to(second.dtype))
+    with pytest.raises(SystemExit, match="--block_size can't be given with --method eagle3"):
+        main([*command, "--block_size", "4", "--out", str(tmp_path / "third")])
+    with pytest.raises(SystemExit, match="must be one of domino, eagle3"):
+        main([*command, "--method", "eagle", "--out", str(tmp_path / "third")])
 
 
 def test_a_card_is_refreshed(folders, tmp_path, capsys):

@@ -71,13 +71,13 @@ def drafts_to_learn(loss_mask, anchors, count: int) -> torch.Tensor:
     """Which of the `count` tokens behind each anchor [B, A] are learned, [B, A, count]: the supervised ones up to the
     first that is not, since generation never drafts past the end of an answer."""
     places = anchors[..., None] + torch.arange(1, count + 1, device=anchors.device)
-    supervised = _at(loss_mask.bool(), places) & (places < loss_mask.shape[1])
+    supervised = at_places(loss_mask.bool(), places) & (places < loss_mask.shape[1])
     return supervised.cumprod(-1).bool() & (anchors >= 0)[..., None]
 
 
-def _at(values, places):
-    """values [B, T, ...] at places [B, A, n], clamped into the sequence -> [B, A, n, ...]."""
-    rows = torch.arange(len(values), device=values.device)[:, None, None]
+def at_places(values, places) -> torch.Tensor:
+    """values [B, T, ...] at places [B, A] or [B, A, n], clamped into the sequence -> [B, A, ...] or [B, A, n, ...]."""
+    rows = torch.arange(len(values), device=values.device).view(-1, *[1] * (places.dim() - 1))
     return values[rows, places.clamp(0, values.shape[1] - 1)]
 
 
@@ -198,7 +198,7 @@ class DraftingObjective(nn.Module):
         chunk_size: int = 128,
     ):
         super().__init__()
-        decay = default_decay(drafter.config.block_size) if decay is None else decay
+        decay = self.default_decay(drafter.config) if decay is None else decay
         if not (0 <= soft_target_weight <= 1 and total_variation_weight >= 0 and decay > 0):
             raise ValueError(
                 "soft_target_weight must be from 0 to 1, total_variation_weight at least 0 and decay above 0, but they "
@@ -218,6 +218,16 @@ class DraftingObjective(nn.Module):
             self.loss_target = target.restrict(self.loss_vocabulary)
         self._no_split_modules = drafter._no_split_modules
 
+    @staticmethod
+    def default_decay(config) -> float:
+        """Of the published position weights exp(-j / decay)."""
+        return default_decay(config.block_size)
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts behind an anchor that are learned."""
+        return self.drafter.config.num_draft_tokens
+
     @property
     def needs_last_hidden(self) -> bool:
         return bool(self.soft_target_weight or self.total_variation_weight)
@@ -231,11 +241,10 @@ class DraftingObjective(nn.Module):
 
     def draft_weights(self, input_ids, loss_mask, anchors) -> torch.Tensor:
         """Weight of every draft behind every anchor, [B, A, n]; 0 where nothing is to be learned."""
-        count = self.drafter.config.num_draft_tokens
-        steps = torch.arange(count, device=anchors.device)
-        learned = drafts_to_learn(loss_mask, anchors, count)
+        steps = torch.arange(self.num_drafts, device=anchors.device)
+        learned = drafts_to_learn(loss_mask, anchors, self.num_drafts)
         if self.loss_rows is not None:
-            labels = _at(input_ids, anchors[..., None] + 1 + steps)
+            labels = at_places(input_ids, anchors[..., None] + 1 + steps)
             learned = learned & (self.loss_rows.to(labels.device)[labels] >= 0)
         return learned * torch.exp(-steps / self.decay)
 
@@ -253,48 +262,55 @@ class DraftingObjective(nn.Module):
         Returns:
             The loss, and a dict of sums for [`summarize`].
         """
-        config = self.drafter.config
-        count = config.num_draft_tokens
         # Blocks that only fill up the batch stand behind the sequence, where no other block is.
         places = torch.where(anchors < 0, input_ids.shape[1], anchors)
-        steps = places[..., None] + torch.arange(count + 1, device=places.device)
-        tokens = _at(input_ids, steps)
-        hidden = draft_blocks(self.drafter, self.target, tokens[..., 0], places, features)
-
+        steps = places[..., None] + torch.arange(self.num_drafts + 1, device=places.device)
+        tokens = at_places(input_ids, steps)
         weights = self.draft_weights(input_ids, loss_mask, anchors)
         chosen = weights > 0
         labels = tokens[..., 1:][chosen]
         if self.loss_rows is not None:
             labels = self.loss_rows.to(labels.device)[labels]
-        teacher = _at(last_hidden, steps[..., :-1])[chosen] if self.needs_last_hidden else None
-        correction = ()
-        if config.head == "domino":
-            embeddings = self.target.embed(tokens[..., :-1]).to(hidden.device)
-            states = self.drafter.correction_features(hidden.flatten(0, 1), embeddings.flatten(0, 1))
-            corrected = torch.arange(count, device=states.device) >= config.num_uncorrected_tokens
-            states = (states * corrected[:, None]).view(*hidden.shape[:-1], -1)[chosen]
-            weight = self.drafter.embed_proj[2].weight
-            correction = states, weight if self.loss_vocabulary is None else weight[self.loss_vocabulary]
+        teacher = at_places(last_hidden, steps[..., :-1])[chosen] if self.needs_last_hidden else None
+        by_row, shared = self._draft(input_ids, features, places, tokens)
 
         loss_of = partial(self._loss_of, labels, weights[chosen], teacher, base_weight)
-        total, report = _InChunks.apply(loss_of, self.chunk_size, torch.is_grad_enabled(), hidden[chosen], *correction)
+        total, report = _InChunks.apply(
+            loss_of, self.chunk_size, torch.is_grad_enabled(), len(by_row), *(rows[chosen] for rows in by_row), *shared
+        )
         if normalizer is None:
             normalizer = weights.sum()
         loss = total / torch.as_tensor(normalizer, device=total.device).clamp(min=1e-9)
-        num_drafts = drafts_to_learn(loss_mask, anchors, count).sum((0, 1))
+        num_drafts = drafts_to_learn(loss_mask, anchors, self.num_drafts).sum((0, 1))
         return loss, _sums(anchors, weights, report) | {"drafts": num_drafts}
 
-    def _loss_of(self, labels, weights, teacher, base_weight, rows, hidden, features=None, weight=None):
+    def _draft(self, input_ids, features, places, tokens) -> tuple[list, list]:
+        """What `_logits` makes the logits of every draft from: tensors [B, A, n, ...], and others that all share.
+
+        Arguments: [B, T]; [B, T, F]; anchors [B, A]; their own tokens and those of the drafts behind, [B, A, n + 1].
+        """
+        config = self.drafter.config
+        hidden = draft_blocks(self.drafter, self.target, tokens[..., 0], places, features)
+        if config.head == "none":
+            return [hidden], []
+        embeddings = self.target.embed(tokens[..., :-1]).to(hidden.device)
+        states = self.drafter.correction_features(hidden.flatten(0, 1), embeddings.flatten(0, 1))
+        corrected = torch.arange(self.num_drafts, device=states.device) >= config.num_uncorrected_tokens
+        states = (states * corrected[:, None]).view(*hidden.shape[:-1], -1)
+        weight = self.drafter.embed_proj[2].weight
+        return [hidden, states], [weight if self.loss_vocabulary is None else weight[self.loss_vocabulary]]
+
+    def _logits(self, hidden, states=None, weight=None) -> list[torch.Tensor]:
+        """Logits of some drafts in float32, [c, V]: the base's and, where there is a head, the corrected ones."""
+        base = self.loss_target.base_logits(hidden).float().to(hidden.device)
+        return [base] if states is None else [base, base + F.linear(states, weight).to(base)]
+
+    def _loss_of(self, labels, weights, teacher, base_weight, rows, *drafts):
         """Summed loss of some rows, and [2, 3, c]: base and final; loss, hit and distance to the target of each row."""
         labels, weights = labels[rows], weights[rows]
-
-        def target_logits(states):
-            return self.loss_target.base_logits(states).float().to(weights.device)
-
-        base, goal = target_logits(hidden), None if teacher is None else target_logits(teacher[rows]).softmax(-1)
-        reports = [self._draft_loss(base, labels, goal)]
-        if features is not None:
-            reports.append(self._draft_loss(base + F.linear(features, weight).to(base), labels, goal))
+        goal = None if teacher is None else self.loss_target.base_logits(teacher[rows]).float().softmax(-1)
+        goal = None if goal is None else goal.to(weights.device)
+        reports = [self._draft_loss(logits, labels, goal) for logits in self._logits(*drafts)]
         report = torch.stack([reports[0], reports[-1]])
         base_loss, final_loss = report[:, 0]
         return (weights * ((1 - base_weight) * final_loss + base_weight * base_loss)).sum(), report.detach()
@@ -358,24 +374,25 @@ class _InChunks(torch.autograd.Function):
     """Sum a loss over chunks of rows; the gradient is taken chunk by chunk on the way, so that one chunk's logits are
     all that is ever in memory, and nothing is computed twice.
 
-    `loss_of(rows, hidden[rows], features[rows], weight)` returns the loss of the rows and a report [2, 3, c] on them.
+    `loss_of(rows, hidden[rows], ..., weight)` returns the loss of the rows and a report [2, 3, c] on them. Of the
+    tensors, the first `num_by_row` have those rows; the others are shared by all chunks.
     """
 
     @staticmethod
-    def forward(ctx, loss_of, chunk_size, with_grad, hidden, *correction):
-        inputs = [hidden, *correction]
+    def forward(ctx, loss_of, chunk_size, with_grad, num_by_row, *inputs):
+        hidden = inputs[0]
         gradients = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in inputs] if with_grad else []
-        shared = [tensor.detach().requires_grad_(with_grad) for tensor in inputs[2:]]
+        shared = [tensor.detach().requires_grad_(with_grad) for tensor in inputs[num_by_row:]]
         total, reports = torch.zeros((), device=hidden.device), [torch.zeros(2, 3, 0, device=hidden.device)]
         for start in range(0, len(hidden), chunk_size):
             rows = slice(start, start + chunk_size)
             with torch.set_grad_enabled(with_grad):
-                chunk = [tensor[rows].detach().requires_grad_(with_grad) for tensor in inputs[:2]] + shared
+                chunk = [tensor[rows].detach().requires_grad_(with_grad) for tensor in inputs[:num_by_row]] + shared
                 loss, report = loss_of(rows, *chunk)
             total += loss.detach().to(total)
             reports.append(report.to(total))
             for i, gradient in enumerate(torch.autograd.grad(loss, chunk) if with_grad else ()):
-                (gradients[i][rows] if i < 2 else gradients[i]).add_(gradient)
+                (gradients[i][rows] if i < num_by_row else gradients[i]).add_(gradient)
         ctx.save_for_backward(*(gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, inputs)))
         report = torch.cat(reports, dim=-1)
         ctx.mark_non_differentiable(report)
@@ -383,4 +400,4 @@ class _InChunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_total, _):
-        return None, None, None, *(grad_total * gradient for gradient in ctx.saved_tensors)
+        return None, None, None, None, *(grad_total * gradient for gradient in ctx.saved_tensors)

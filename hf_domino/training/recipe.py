@@ -66,7 +66,7 @@ def write_recipe(folder: Path, recipe: dict) -> None:
 def recipe_rows(recipe: dict) -> dict:
     """What a reader of the card needs to train the drafter again, name by name."""
     options, arguments = recipe.get("options", {}), recipe.get("arguments", {})
-    rows = {name: options.get(name) for name in ("init_from", "from_target")}
+    rows = {name: options.get(name) for name in ("method", "init_from", "from_target")}
     rows |= {name: arguments.get(name) for name in _ARGUMENTS}
     rows["num_train_epochs" if arguments.get("max_steps", -1) > 0 else "max_steps"] = None
     # The Trainer writes what is not set as text.

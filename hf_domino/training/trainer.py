@@ -14,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 from ..hub import write_card
 from ..target import Target
+from .eagle3 import Eagle3Objective
 from .features import Conversations, FeatureCache, cache_fingerprint, collate, compute_features
 from .objective import DraftingObjective, base_loss_weight, draw_anchors, summarize
 from .walk import walk
@@ -92,10 +93,10 @@ class DominoTrainer(Trainer):
     ):
         self.target = Target(target.requires_grad_(False).eval())
         self.target.check_pairing(drafter.config)
-        self.layer_ids = drafter.config.target_layer_ids
+        self.layer_ids = drafter.config.feature_layers(self.target.config.num_hidden_layers)
         train_dataset = as_conversations(train_dataset, args.max_length, feature_cache)
         eval_dataset = as_conversations(eval_dataset, args.max_length, feature_cache)
-        objective = DraftingObjective(
+        objective = (Eagle3Objective if drafter.config.method == "eagle3" else DraftingObjective)(
             drafter,
             self.target,
             decay=args.decay,

@@ -7,7 +7,7 @@ token of the answer itself. Where the answers are the target's greedy ones, the 
 import torch
 
 from ..acceptance import Acceptance
-from ..modeling_domino import ContextCache
+from ..modeling_drafter import ContextCache
 from .objective import draft_blocks
 
 
@@ -29,12 +29,11 @@ def walk(drafter, target, input_ids, loss_mask, features, use_head: bool = True)
     count = drafter.config.num_draft_tokens
     answers = [_answers(row) for row in loss_mask.tolist()]
     positions = [_next_answer(row) for row in answers]
-    context = ContextCache(drafter.config.num_hidden_layers)
+    draft = _drafts_of(drafter, target, input_ids, features, use_head)
     while any(position is not None for position in positions):
         # Sequences that are through draft along, at a place where it doesn't matter.
         anchors = torch.tensor([position[0] if position else 0 for position in positions], device=input_ids.device)
-        drafts = _draft(drafter, target, input_ids, anchors, features, context, use_head).to(input_ids.device)
-        features = None
+        drafts = draft(anchors).to(input_ids.device)
         places = (anchors[:, None] + 1 + torch.arange(count, device=anchors.device)).clamp(max=input_ids.shape[1] - 1)
         matches = (drafts == input_ids.gather(1, places)).cumprod(-1).sum(-1).tolist()
         for row, position in enumerate(positions):
@@ -48,18 +47,40 @@ def walk(drafter, target, input_ids, loss_mask, features, use_head: bool = True)
     return acceptance
 
 
-def _draft(drafter, target, input_ids, anchors, features, context, use_head) -> torch.Tensor:
-    """One round for every sequence, [B, n]."""
-    tokens = input_ids.gather(1, anchors[:, None])
-    hidden = draft_blocks(drafter, target, tokens, anchors[:, None], features, context)[:, 0]
-    base_logits = target.base_logits(hidden).float()
-    if not use_head or drafter.config.head == "none":
-        return base_logits.argmax(-1)
+def _drafts_of(drafter, target, input_ids, features, use_head):
+    """What drafts for every sequence: anchors [B] -> [B, n]."""
+    if drafter.config.method == "eagle3":
+        drafts = _chains(drafter, target, input_ids, features)
+        # The row in front of an anchor reads the anchor.
+        return lambda anchors: drafts[torch.arange(len(anchors)), (anchors - 1).clamp(min=0)]
+    context, unread = ContextCache(drafter.config.num_hidden_layers), [features]
 
     def choose(logits, drafted, columns):
         return logits.argmax(-1), logits
 
-    return drafter.roll_out(hidden, base_logits, target.embed(tokens[:, 0]), choose, target.embed)[0]
+    def draft(anchors):
+        tokens = input_ids.gather(1, anchors[:, None])
+        new_features = unread.pop() if unread else None  # all of them, once
+        hidden = draft_blocks(drafter, target, tokens, anchors[:, None], new_features, context)[:, 0]
+        base_logits = target.base_logits(hidden).float()
+        if not use_head or drafter.config.head == "none":
+            return base_logits.argmax(-1)
+        return drafter.roll_out(hidden, base_logits, target.embed(tokens[:, 0]), choose, target.embed)[0]
+
+    return draft
+
+
+def _chains(drafter, target, input_ids, features) -> torch.Tensor:
+    """What is drafted behind each row of each sequence if the drafts before were right, [B, T, n].
+
+    Only a chain's right drafts count, and up to its first wrong one it is this.
+    """
+    drafts = []
+    for ids, rows in zip(input_ids.split(1), features.split(1)):  # one by one: logits are wide
+        steps = drafter.unroll(target.embed(ids), rows, drafter.config.num_draft_tokens)
+        picks = torch.stack([drafter.draft_logits(step).argmax(-1) for step in steps], dim=-1)
+        drafts.append(picks if drafter.draft_vocabulary is None else drafter.draft_vocabulary[picks])
+    return torch.cat(drafts)
 
 
 def _answers(loss_mask: list) -> list[tuple[int, int]]:
