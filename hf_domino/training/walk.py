@@ -16,7 +16,7 @@ def walk(drafter, target, input_ids, loss_mask, features, use_head: bool = True)
     """Draft greedily through every answer of a batch.
 
     Args:
-        drafter ([`DominoDrafter`]), target ([`Target`]): The pair.
+        drafter ([`DominoDrafter`] or [`Eagle3Drafter`]), target ([`Target`]): The pair.
         input_ids, loss_mask: [B, T]. Each run of supervised tokens is an answer; its first token is the first anchor,
             which generation has from the pass over the prompt.
         features: [B, T, F], the target's, see [`compute_features`].
