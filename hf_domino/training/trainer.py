@@ -69,7 +69,7 @@ class DominoTrainer(Trainer):
     through held-out answers, which gives the acceptance lengths of generation.
 
     Args:
-        drafter ([`DominoDrafter`] or [`Eagle3Drafter`]): In float32 as a rule; `bf16=True` then trains in mixed precision.
+        drafter ([`DominoDrafter`] or [`Eagle3Drafter`]): In float32 as a rule; `bf16=True` trains in mixed precision.
         target (`PreTrainedModel`): In any dtype or quantisation, on its device. It is frozen.
         args ([`DominoTrainingArguments`]): The recipe.
         train_dataset, eval_dataset: records of [`load_conversations`], or [`Conversations`].
